@@ -132,7 +132,7 @@ class ExperienceStore(Protocol):
         ...
 
     def take(self, uids: Sequence[GroupUid], /) -> tuple[GroupResult, ...]:
-        """Remove and return these, in the order asked for. Raises `StateError` naming the missing; removes none then."""
+        """Remove and return these, in the order asked for. Raises `StateError` naming the missing, removing none."""
         ...
 
     def discard(self, uid: GroupUid, /) -> None:
