@@ -86,8 +86,8 @@ async def bounded(
     """Await `awaitable` until `deadline`; list the wait meanwhile.
 
     `holder` may be a function: it is asked when the wait is shown or runs out, so that it can name who is
-    still missing. Raises `WaitTimeout` at the deadline, after cancelling `awaitable`. Errors of `awaitable` pass through
-    unchanged, a `TimeoutError` of its own included.
+    still missing. Raises `WaitTimeout` at the deadline, after cancelling `awaitable`. Errors of `awaitable` pass
+    through unchanged, a `TimeoutError` of its own included.
     """
     remaining = deadline.remaining(clock)
     limit = asyncio.timeout(remaining)
