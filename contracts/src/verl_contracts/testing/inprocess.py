@@ -11,7 +11,7 @@ import importlib
 import inspect
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from verl_contracts.errors import ActorFailed, ResourcesError, StateError
 from verl_contracts.failures import FailureRecord
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from verl_contracts.events import EventSink
     from verl_contracts.runtime import ActorSpec, ObjectSpec, PlacementRequest, Runtime, RuntimeSettings
 
-__all__ = ["InProcessRuntime"]
+__all__ = ["InProcessConfig", "InProcessRuntime"]
 
 
 @dataclass(slots=True)
@@ -35,19 +35,22 @@ class _Actor:
     dead: FailureRecord | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InProcessConfig:
+    """Options of `InProcessRuntime`."""
+
+    num_cpus: float = 64.0
+    """CPUs that may be placed."""
+
+
 class InProcessRuntime:
     """Actors as plain objects on one event loop."""
 
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class Config:
-        """Options."""
-
-        num_cpus: float = 64.0
-        """CPUs that may be placed."""
+    Config: ClassVar[type] = InProcessConfig
 
     def __init__(self, settings: RuntimeSettings, *, clock: Clock, events: EventSink) -> None:
         self._settings = settings
-        self._config = self.Config(**settings.options)  # type: ignore[arg-type]
+        self._config = InProcessConfig(**settings.options)  # type: ignore[arg-type]
         self._clock = clock
         self._events = events
         self._actors: dict[str, _Actor] = {}
