@@ -1,0 +1,1 @@
+"""Configuration: a schema of plain frozen dataclasses, and how files and overrides become one."""
