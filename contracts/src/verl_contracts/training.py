@@ -33,6 +33,7 @@ __all__ = [
     "PolicyLossOutput",
     "PolicyWorkers",
     "Schedule",
+    "ScheduleRequest",
     "StepContext",
     "StepResult",
     "TrainBatch",
@@ -91,8 +92,11 @@ class AdmissionPolicy(Protocol):
         """Count `uid` as outstanding. Raises `StateError` when there is no room or it was admitted before."""
         ...
 
-    def finish(self, uid: GroupUid, /, *, oldest_version: int | None) -> None:
-        """Mark `uid` as ready. `oldest_version` is that of its trained tokens, None when it has none."""
+    def finish(self, uid: GroupUid, /, *, oldest_version: int) -> bool:
+        """Mark `uid` as ready and return True. `oldest_version` is the smallest among its trained tokens.
+
+        Returns False when no step is left that could train it within the bound: it stays outstanding until `drop`.
+        """
         ...
 
     def drop(self, uid: GroupUid, reason: DropReason, /) -> None:
@@ -343,6 +347,16 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRequest:
+    """What the user asked of a schedule. None always means: the mode decides."""
+
+    max_staleness: int | None = None
+    sync_every: int | None = None
+    pause_mode: PauseMode | None = None
+    sleep_while_training: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModePlan:
     """A trainer mode, as data."""
 
@@ -353,10 +367,9 @@ class ModePlan:
 class TrainerMode(Protocol):
     """A trainer mode: turns what the user asked for into a plan, or refuses. Called without arguments; pure."""
 
-    def plan(self, *, trainer_devices: int, rollout_devices: int | None, schedule: Schedule | None) -> ModePlan:
-        """Return the plan.
+    def plan(self, *, trainer_devices: int, rollout_devices: int | None, request: ScheduleRequest) -> ModePlan:
+        """Return the plan. `rollout_devices` is None when the user asked for none of their own.
 
-        `rollout_devices` is None when the user asked for none of their own; `schedule` is None when nothing of it was
-        set. Raises `ConfigError` for what the mode cannot do, naming the key: nothing is changed silently.
+        Raises `ConfigError` for what the mode cannot do, naming the key: nothing is changed silently.
         """
         ...
