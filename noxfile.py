@@ -1,0 +1,263 @@
+"""What must hold in this repository, one session for each claim. `tools/nox -l` lists them.
+
+Sessions are made from one table of packages, and their names are generated. Environments are not nox's own: several
+sessions share one, an environment is complete or absent (marker last), and it is made anew when what goes into it
+changes. Only `isolated-*` starts clean each time, because cleanness is what it proves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parent
+ENVIRONMENTS = ROOT / ".nox"
+CONSTRAINTS = ROOT / "tools" / "constraints.txt"
+
+nox.options.default_venv_backend = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """One row of the table that sessions are made from."""
+
+    name: str
+    """Short name, the last part of its sessions' names."""
+    folder: str
+    """Folder under the root."""
+    extras: tuple[str, ...] = ()
+    """Extras that its tests need and that install on a CPU."""
+    absent: tuple[str, ...] = ()
+    """Modules that must not be importable where only the package and the contracts are installed."""
+
+    @property
+    def module(self) -> str:
+        """Name to import."""
+        return f"verl_{self.name.replace('-', '_')}"
+
+    @property
+    def requirement(self) -> str:
+        """Path with extras, as pip takes it."""
+        return f"./{self.folder}[{','.join(self.extras)}]" if self.extras else f"./{self.folder}"
+
+    def siblings(self) -> tuple[str, ...]:
+        """Modules of the other packages, the contracts not among them."""
+        return tuple(other.module for other in PACKAGES[1:] if other is not self)
+
+
+PACKAGES = (
+    Package(
+        name="contracts",
+        folder="contracts",
+        extras=("testing",),
+        absent=("torch", "numpy", "ray", "vllm", "transformers", "omegaconf", "pytest", "hypothesis"),
+    ),
+    Package(
+        name="runtime",
+        folder="packages/verl-runtime",
+        extras=("ray",),
+        absent=("torch", "numpy", "ray", "vllm", "transformers", "omegaconf"),
+    ),
+    Package(
+        name="rollout",
+        folder="packages/verl-rollout",
+        extras=("torch",),
+        absent=("torch", "ray", "vllm", "omegaconf"),
+    ),
+    Package(
+        name="ckpt-engine",
+        folder="packages/verl-ckpt-engine",
+        absent=("ray", "vllm", "transformers", "omegaconf", "nixl_cu13", "mooncake"),
+    ),
+    Package(name="trainers", folder="packages/verl-trainers", absent=("ray", "vllm")),
+)
+
+TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout")
+CHECK_TOOLS = ("ruff", "import-linter", *TEST_TOOLS)
+SOURCES = [str(Path(package.folder) / "src") for package in PACKAGES]
+
+
+def environment(
+    session: nox.Session, name: str, *requirements: str, fresh: bool = False, home: Path | None = None
+) -> str:
+    """Return the Python of the environment `name` that holds `requirements`; those that begin with ./ are editable.
+
+    It is made when it is missing, incomplete, made from other requirements, or `fresh` is asked for.
+    """
+    folder = home or ENVIRONMENTS / name
+    python = str(folder / "bin" / "python")
+    inputs = [sys.version, CONSTRAINTS.read_text(), *requirements]
+    inputs += [(ROOT / package.folder / "pyproject.toml").read_text() for package in PACKAGES]
+    marker = folder / f"complete-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
+    if not fresh and marker.exists() and Path(python).exists():
+        return python
+    session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(folder))
+    pip = [python, "-m", "pip", "install", "-qq", "--constraint", str(CONSTRAINTS)]
+    editable = [part for entry in requirements if entry.startswith("./") for part in ("--editable", entry)]
+    plain = [entry for entry in requirements if not entry.startswith("./")]
+    if editable:
+        session.run(*pip, "hatchling", "editables")
+        session.run(*pip, "--no-build-isolation", *editable, *plain)
+    else:
+        session.run(*pip, *plain)
+    marker.touch()
+    return python
+
+
+def checks(session: nox.Session) -> str:
+    """Return the Python that holds the static checkers and none of our packages."""
+    return environment(session, "checks", *CHECK_TOOLS)
+
+
+def full(session: nox.Session) -> str:
+    """Return the Python that holds all packages with all their CPU extras."""
+    return environment(session, "full", *(package.requirement for package in PACKAGES), "mypy", "nox", *TEST_TOOLS)
+
+
+@cache
+def wheel_folder() -> Path:
+    """Return the temporary folder that this run's wheels go into."""
+    folder = Path(tempfile.mkdtemp(prefix="wheels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def wheels(session: nox.Session) -> dict[str, Path]:
+    """Return package name → wheel. All are built by the first session of a run that asks."""
+    folder = wheel_folder()
+    if not any(folder.iterdir()):
+        sources = [f"./{package.folder}" for package in PACKAGES]
+        pip = [checks(session), "-m", "pip", "wheel", "-qq", "--no-deps"]
+        session.run(*pip, "--wheel-dir", str(folder), *sources)
+    return {package.name: next(folder.glob(f"{package.module}-*.whl")) for package in PACKAGES}
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, waits without a limit, file sizes, and what each package folder must hold."""
+    python = checks(session)
+    session.run(python, "-m", "ruff", "check", "--quiet", ".")
+    session.run(python, "-m", "ruff", "format", "--check", "--quiet", ".")
+    session.run(python, "tools/lint_waits.py", *SOURCES, "tools", "noxfile.py")
+    session.run(python, "tools/lint_tree.py")
+    session.run(python, "-m", "pytest", "tools/tests")
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Packages are independent of each other; contracts need only the standard library at run time."""
+    python = checks(session)
+    env = {"PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
+    command = str(Path(python).with_name("lint-imports"))
+    session.run(command, "--no-logo", ".importlinter", ".importlinter-runtime", env=env)
+
+
+def typecheck(session: nox.Session, package: Package) -> None:
+    """Mypy strict on its source and its tests."""
+    paths = [path for path in (f"{package.folder}/src", f"{package.folder}/tests") if (ROOT / path).exists()]
+    session.run(full(session), "-m", "mypy", *paths)
+
+
+@nox.session(name="typecheck-tools")
+def typecheck_tools(session: nox.Session) -> None:
+    """Mypy strict on the noxfile, the tools and the integration tests."""
+    session.run(full(session), "-m", "mypy", "noxfile.py", "tools", "integration_tests")
+
+
+def tests(session: nox.Session, package: Package) -> None:
+    """Its tests, with the contracts and none of its siblings installed."""
+    requirements = dict.fromkeys(("./contracts[testing]", package.requirement))
+    python = environment(session, f"tests-{package.name}", *requirements, "mypy", *TEST_TOOLS)
+    session.run(python, "tools/check_isolated.py", "--absent", *package.siblings())
+    session.run(python, "-m", "pytest", f"{package.folder}/tests", *session.posargs)
+
+
+def conformance(session: nox.Session, package: Package) -> None:
+    """Only those of its tests that are suites of the conformance kit."""
+    session.posargs.extend(["-m", "conformance"])
+    tests(session, package)
+
+
+def isolated(session: nox.Session, package: Package) -> None:
+    """Its wheel and the contracts' wheel, alone in a clean environment: nothing else leaks in, every module imports."""
+    built = wheels(session)
+    with tempfile.TemporaryDirectory(prefix="isolated-") as folder:
+        paths = dict.fromkeys((str(built["contracts"]), str(built[package.name])))
+        python = environment(session, package.name, *paths, home=Path(folder) / "env")
+        absent = [*package.siblings(), *package.absent]
+        script = str(ROOT / "tools" / "check_isolated.py")
+        with session.chdir(folder):
+            session.run(python, "-I", script, "--import-all", package.module, "--absent", *absent)
+
+
+@nox.session
+def side_by_side(session: nox.Session) -> None:
+    """Upstream's verl wheel and ours own no file and no command in common."""
+    built = wheels(session)
+    with tempfile.TemporaryDirectory(prefix="upstream-") as folder:
+        pip = [checks(session), "-m", "pip", "download", "-qq", "--no-deps"]
+        session.run(*pip, "--only-binary", ":all:", "--dest", folder, "verl")
+        upstream = [str(path) for path in Path(folder).glob("verl-*.whl")]
+        session.run(checks(session), "tools/compare_wheels.py", *upstream, *map(str, built.values()))
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """All packages together, on a real Ray."""
+    session.run(full(session), "-m", "pytest", "integration_tests", *session.posargs)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """The README's first command."""
+    command = str(Path(full(session)).with_name("verl-train"))
+    session.run(command, "run", "quickstart", "--out", "runs/quickstart", *session.posargs)
+
+
+@nox.session(default=False)
+def dev(session: nox.Session) -> None:
+    """Makes .venv, with all packages editable, all CPU extras and all tools."""
+    requirements = [package.requirement for package in PACKAGES]
+    environment(session, "dev", *requirements, "mypy", "nox", *CHECK_TOOLS, fresh=True, home=ROOT / ".venv")
+
+
+def generate(what: Callable[[nox.Session, Package], None], *, default: bool = True) -> None:
+    """Make the session `what`-`package` for each package of the table."""
+    for package in PACKAGES:
+
+        def session_of(session: nox.Session, package: Package = package) -> None:
+            what(session, package)
+
+        session_of.__doc__ = f"{package.name}: {what.__doc__}"
+        nox.session(name=f"{what.__name__}-{package.name}", default=default)(session_of)
+
+
+generate(typecheck)
+generate(tests)
+generate(conformance, default=False)
+generate(isolated)
+
+nox.options.sessions = [
+    "lint",
+    "imports",
+    "typecheck-tools",
+    *(f"typecheck-{package.name}" for package in PACKAGES),
+    *(f"isolated-{package.name}" for package in PACKAGES),
+    "side_by_side",
+    *(f"tests-{package.name}" for package in PACKAGES),
+    "integration",
+    "quickstart",
+]
