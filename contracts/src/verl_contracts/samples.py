@@ -50,6 +50,7 @@ class GroupUid:
     """Names one admission. Two prompts of equal text, and two admissions of one row, have different uids."""
 
     epoch: int
+    """Pass over the data; negative for validation, which is never trained on."""
     row: int
     attempt: int = 0
 
@@ -59,7 +60,7 @@ class GroupUid:
     @classmethod
     def parse(cls, text: str) -> GroupUid:
         """Return the uid that `str` made `text` from. Raises ValueError for any other text."""
-        epoch, row, attempt = (int(part) for part in text.split("-"))
+        epoch, row, attempt = (int(part) for part in text.rsplit("-", 2))
         return cls(epoch=epoch, row=row, attempt=attempt)
 
 

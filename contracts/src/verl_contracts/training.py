@@ -112,7 +112,11 @@ class AdmissionPolicy(Protocol):
         ...
 
     def trained(self, uids: Sequence[GroupUid], /) -> None:
-        """Count these groups as trained in step `step`, and go on to the next. They must be what `select` returned."""
+        """Count these groups as trained in step `step`, and go on to the next. They must be what `select` returned.
+
+        Called when the step begins, since selection may change with whatever finishes while it runs; what may be
+        admitted stays the same.
+        """
         ...
 
     def acknowledge(self, version: int, /) -> None:

@@ -1,0 +1,291 @@
+"""The training loop, written once for every mode: wait for a batch, train on it, move the weights, admit more.
+
+It takes Protocols and data, and is the same code on virtual and on real time. What distinguishes modes is the schedule
+and where the parts run, not this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from verl_contracts.clock import Deadline
+from verl_contracts.errors import RunFailed
+from verl_contracts.training import StepContext, TrainBatch, TrainRow
+from verl_trainers.core.metrics import GroupMetrics, StepClock
+from verl_trainers.core.producer import GroupProducer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from verl_contracts.agents import AgentLoopManager
+    from verl_contracts.clock import Clock
+    from verl_contracts.events import EventSink
+    from verl_contracts.failures import FailureRecord
+    from verl_contracts.rollout import LLMServerManager
+    from verl_contracts.samples import GroupResult
+    from verl_contracts.tracking import Tracker
+    from verl_contracts.training import (
+        AdmissionPolicy,
+        DataSource,
+        ExperienceStore,
+        PolicyWorkers,
+        Schedule,
+        StepResult,
+    )
+    from verl_contracts.weights import CheckpointEngineManager
+    from verl_trainers.core.producer import GroupRules, Reject
+    from verl_trainers.core.validation import ValidationReport, Validator
+
+__all__ = ["LoopLimits", "LoopParts", "LoopReport", "TrainingLoop"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopLimits:
+    """Longest that each kind of wait may take, in seconds."""
+
+    wait_s: float = 1800.0
+    """For a batch."""
+    step_s: float = 1800.0
+    """For a step on the policy workers."""
+    sync_s: float = 600.0
+    """For a weight sync."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopParts:
+    """What the loop works with. It starts and stops none of them."""
+
+    admission: AdmissionPolicy
+    store: ExperienceStore
+    data: DataSource
+    agents: AgentLoopManager
+    servers: LLMServerManager
+    checkpoint: CheckpointEngineManager
+    workers: PolicyWorkers
+    clock: Clock
+    events: EventSink
+    trackers: Sequence[Tracker] = ()
+    validator: Validator | None = None
+    """None when there is nothing to validate on."""
+    failures: AsyncIterator[FailureRecord] | None = None
+    """The runtime's failure channel; None when nobody reports."""
+    on_batch: Callable[[int, Sequence[GroupResult]], None] | None = None
+    """Called with each step and its groups, for example to write samples down; None does nothing."""
+
+
+@dataclass(slots=True)
+class LoopReport:
+    """What a run did."""
+
+    steps: int = 0
+    groups_trained: int = 0
+    groups_dropped: int = 0
+    final_version: int = 0
+    max_staleness_seen: int = 0
+    rewards: list[float] = field(default_factory=list)
+    """Mean score of each step."""
+    validations: list[ValidationReport] = field(default_factory=list)
+    logprob_diffs: list[float] = field(default_factory=list)
+    """Mean |rollout log-prob - trainer log-prob| of each step that measured it."""
+    rows_trained: int = 0
+    train_seconds: float = 0.0
+    """From the first wait for a batch to the end of the last step."""
+    rejects: list[Reject] = field(default_factory=list)
+
+
+class TrainingLoop:
+    """Runs from the first weight sync to the last step."""
+
+    def __init__(
+        self,
+        *,
+        parts: LoopParts,
+        rules: GroupRules,
+        schedule: Schedule,
+        total_steps: int,
+        batch_groups: int,
+        limits: LoopLimits,
+        test_freq: int = -1,
+        val_before_train: bool = True,
+    ) -> None:
+        """Start nothing yet. `test_freq` is in steps; -1 validates only before the first and after the last one."""
+        self._parts = parts
+        self._rules = rules
+        self._schedule = schedule
+        self._total_steps = total_steps
+        self._limits = limits
+        self._test_freq = test_freq
+        self._val_before_train = val_before_train
+        self._producer = GroupProducer(
+            admission=parts.admission,
+            store=parts.store,
+            data=parts.data,
+            agents=parts.agents,
+            rules=rules,
+            min_ratio_groups=2 * batch_groups,
+            clock=parts.clock,
+            events=parts.events,
+        )
+        self._served = 0
+        self.report = LoopReport()
+        """Grows as the run goes on; valid also after a failure."""
+
+    async def run(self) -> LoopReport:
+        """Train all steps. Raises RunFailed, or whatever a part raised; the producer is stopped in every case."""
+        events = self._parts.events
+        events.emit("run.begin", {"steps": self._total_steps, "max_staleness": self._schedule.max_staleness})
+        watcher = asyncio.ensure_future(self._watch_failures())
+        try:
+            await self._sync(0)
+            if self._val_before_train:
+                await self._validate()
+            began = self._parts.clock.now()
+            for step in range(1, self._total_steps + 1):
+                await self._step(step)
+                self.report.train_seconds = self._parts.clock.now() - began
+                if self._test_freq > 0 and step % self._test_freq == 0 and step < self._total_steps:
+                    await self._validate()
+            if self._served != self.report.final_version:
+                await self._sync(self.report.final_version)
+            await self._validate()
+            if self.report.steps == 0:
+                raise RunFailed("the run made 0 updates")
+        finally:
+            watcher.cancel()
+            await self._producer.close()
+            self.report.rejects = list(self._producer.rejects)
+            self.report.groups_dropped = self._producer.counts["dropped"]
+            events.emit("run.end", {"steps": self.report.steps, "groups": dict(self._producer.counts)})
+        return self.report
+
+    async def _step(self, step: int) -> None:
+        parts, clock = self._parts, StepClock(self._parts.clock)
+        self._producer.fill(self._served)
+        groups = await self._producer.next_batch(deadline=Deadline.after(parts.clock, self._limits.wait_s))
+        clock.lap("wait")
+        numbers = GroupMetrics.of(groups, step=step)
+        self.report.max_staleness_seen = max(self.report.max_staleness_seen, numbers.max_staleness)
+        if numbers.max_staleness > self._schedule.max_staleness:
+            raise RunFailed(
+                f"step {step} would train tokens of staleness {numbers.max_staleness}, more than the bound "
+                f"{self._schedule.max_staleness}"
+            )
+        if parts.on_batch is not None:
+            parts.on_batch(step, groups)
+        if self._schedule.sleep_while_training:
+            await parts.checkpoint.sleep(deadline=Deadline.after(parts.clock, self._limits.sync_s))
+            clock.lap("sleep")
+        parts.events.emit("step.begin", {"step": step, "uids": [str(group.uid) for group in groups]})
+        result = await parts.workers.update(
+            self._batch(groups),
+            StepContext(step=step, total_steps=self._total_steps),
+            deadline=Deadline.after(parts.clock, self._limits.step_s),
+        )
+        clock.lap("update")
+        self._count(step, numbers, result)
+        parts.events.emit("step.end", {"step": step, "rows": result.rows, "updates": result.updates})
+        if self._schedule.sleep_while_training:
+            await parts.checkpoint.wake(deadline=Deadline.after(parts.clock, self._limits.sync_s))
+            clock.lap("wake")
+        if step % self._schedule.sync_every == 0:
+            await self._sync(step)
+            clock.lap("sync")
+        self._track(step, numbers, result, clock)
+
+    def _batch(self, groups: Sequence[GroupResult]) -> TrainBatch:
+        rows = tuple(
+            TrainRow(
+                uid=str(group.uid),
+                sample=sample.index,
+                score=sample.score,
+                payload=sample.payload,
+                num_tokens=sample.num_tokens,
+                num_trained=sample.num_trained,
+            )
+            for group in groups
+            for sample in group.scored
+            if sample.score is not None and sample.payload is not None
+        )
+        return TrainBatch(
+            rows=rows,
+            num_groups=len(groups),
+            expected_rows=len(groups) * self._rules.n,
+            allow_fewer=self._rules.unusable == "train_rest",
+        )
+
+    def _count(self, step: int, numbers: GroupMetrics, result: StepResult) -> None:
+        if result.version != step:
+            raise RunFailed(f"step {step} made version {result.version}: the policy workers are out of step")
+        report = self.report
+        report.steps = step
+        report.final_version = step
+        report.groups_trained += numbers.groups
+        report.rows_trained += result.rows
+        report.rewards.append(numbers.score)
+        report.logprob_diffs += [m.value for m in result.metrics if m.name == "logprob_diff"]
+
+    def _track(self, step: int, numbers: GroupMetrics, result: StepResult, clock: StepClock) -> None:
+        metrics = numbers.as_dict()
+        metrics |= {metric.name: metric.value for metric in result.metrics}
+        metrics |= {f"seconds/{name}": value for name, value in clock.laps.items()}
+        metrics |= {f"seconds/update/{name}": value for name, value in result.seconds.items()}
+        metrics["samples_per_s"] = result.rows / max(clock.total, 1e-9)
+        metrics["groups_in_play"] = float(self._producer.in_play)
+        metrics["groups_ready"] = float(len(self._parts.store))
+        metrics["groups_dropped"] = float(self._producer.counts["dropped"])
+        metrics["time"] = time.time()
+        for tracker in self._parts.trackers:
+            tracker.log(step, metrics)
+
+    async def _sync(self, version: int) -> None:
+        """Bring the replicas to `version`, let those that hold it serve, and admit groups against it."""
+        parts = self._parts
+        report = await parts.checkpoint.update_weights(
+            version, deadline=Deadline.after(parts.clock, self._limits.sync_s)
+        )
+        failed = [row.replica for row in report.replicas if not row.committed]
+        if failed:
+            await parts.servers.exclude(failed)
+            for row in report.replicas:
+                if not row.committed:
+                    _log.warning("replica %s does not serve version %d: %s", row.replica, version, row.error)
+        await parts.servers.admit([row.replica for row in report.replicas if row.committed])
+        self._served = version
+        parts.admission.acknowledge(version)
+        parts.events.emit("sync.acknowledged", {"version": version, "failed": failed})
+        if version < self._total_steps:
+            self._producer.fill(version)
+
+    async def _validate(self) -> None:
+        """Validate what is served. A validation that fails is reported and does not stop the run."""
+        validator = self._parts.validator
+        if validator is None:
+            return
+        try:
+            report = await validator.run(self._served)
+        except Exception as exc:
+            _log.exception("validation of version %d failed", self._served)
+            self._parts.events.emit("validate.failed", {"version": self._served, "error": str(exc)})
+            return
+        self.report.validations.append(report)
+        if report.score is not None:
+            for tracker in self._parts.trackers:
+                tracker.log(self.report.steps, {"val/score": report.score, "val/version": float(report.version)})
+
+    async def _watch_failures(self) -> None:
+        """Log every failure, and stop the run when a policy worker died: it cannot go on without."""
+        if self._parts.failures is None:
+            return
+        async for record in self._parts.failures:
+            self._parts.events.emit(
+                "failure", {"role": record.role, "rank": record.rank, "node": record.node, "cause": record.cause}
+            )
+            _log.error("%s", record)
+            if record.role.startswith("policy"):
+                self._producer.fail(RunFailed(str(record)))
