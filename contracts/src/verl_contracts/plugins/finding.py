@@ -77,7 +77,7 @@ def _import(
         if name == missing or name.startswith(f"{missing}."):
             raise PluginError(
                 f"{key}: {path!r} not found: no module {missing!r}{_near_modules(missing)}{_colon_hint(name, path)} "
-                f"({where(role)}{f', sys.path begins with {sys.path[:3]}' if missing == name else ''})"
+                f"({where(role)}{f', sys.path begins with {sys.path[:3]}' if '.' not in missing else ''})"
             ) from exc
         fix = _extra_for(missing, name, distribution)
         raise PluginError(

@@ -1,0 +1,27 @@
+"""One conformance suite per contract: subclass it in a test module, say how to make your object, and run pytest.
+
+    class TestMyBalancer(LoadBalancerSuite):
+        def balancer(self, clock): return MyBalancer(clock)
+
+Every module is imported by itself (`from verl_contracts.testing.suites.rollout import LoadBalancerSuite`), so that a
+suite's own needs (torch, hypothesis) are those of its users only.
+"""
+
+import pytest
+
+__all__: list[str] = []
+
+_MODULES = (
+    "admission",
+    "agents",
+    "balancer",
+    "manager",
+    "replica",
+    "rewards",
+    "runtime",
+    "store",
+    "training",
+    "weights",
+)
+
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _MODULES))
