@@ -1,7 +1,8 @@
 """The producer: keeps as many groups in play as admission allows, and hands over batches.
 
-It owns the tasks that play groups, retries after infrastructure failures, and the rule for unusable samples. It refuses to decide staleness (admission does) and to train. It prevents a crash of the rollout side from looking like
-the end of the data: whatever ends a task reaches whoever waits for a batch.
+It owns the tasks that play groups, retries after infrastructure failures, and the rule for unusable samples. It refuses
+to decide staleness (admission does) and to train. It prevents a crash of the rollout side from looking like the end of
+the data: whatever ends a task reaches whoever waits for a batch.
 """
 
 from __future__ import annotations
