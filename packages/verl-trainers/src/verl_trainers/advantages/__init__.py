@@ -1,0 +1,1 @@
+"""Advantage estimators, one algorithm a file: scores of samples become advantages of tokens."""

@@ -1,0 +1,1 @@
+"""Losses by token, and the one place where they become a number."""
