@@ -1,0 +1,8 @@
+"""The tools are scripts, not a package: tests find them beside this folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
