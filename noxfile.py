@@ -127,6 +127,14 @@ def full(session: nox.Session) -> str:
     return environment(session, "full", *(package.requirement for package in PACKAGES), "mypy", "nox", *TEST_TOOLS)
 
 
+def test_environment(session: nox.Session, package: Package) -> str:
+    """Return the Python that holds `package`, the contracts and what their tests need."""
+    requirements = dict.fromkeys(("./contracts[testing]", package.requirement))
+    python = environment(session, f"tests-{package.name}", *requirements, "mypy", *TEST_TOOLS)
+    session.run(python, "tools/check_isolated.py", "--absent", *package.siblings())
+    return python
+
+
 @cache
 def wheel_folder() -> Path:
     """Return the temporary folder that this run's wheels go into."""
@@ -179,16 +187,15 @@ def typecheck_tools(session: nox.Session) -> None:
 
 def tests(session: nox.Session, package: Package) -> None:
     """Its tests, with the contracts and none of its siblings installed."""
-    requirements = dict.fromkeys(("./contracts[testing]", package.requirement))
-    python = environment(session, f"tests-{package.name}", *requirements, "mypy", *TEST_TOOLS)
-    session.run(python, "tools/check_isolated.py", "--absent", *package.siblings())
+    python = test_environment(session, package)
     session.run(python, "-m", "pytest", f"{package.folder}/tests", *session.posargs)
 
 
 def conformance(session: nox.Session, package: Package) -> None:
     """Only those of its tests that are suites of the conformance kit."""
-    session.posargs.extend(["-m", "conformance"])
-    tests(session, package)
+    python = test_environment(session, package)
+    plugin = ["-p", "only_conformance", f"{package.folder}/tests"]
+    session.run(python, "-m", "pytest", *plugin, *session.posargs, env={"PYTHONPATH": str(ROOT / "tools")})
 
 
 def isolated(session: nox.Session, package: Package) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 MAX_LINES = 400
 TEXT_SUFFIXES = frozenset({".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".cfg", ".ini", ".json", ""})
-MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:work|root|home|Users)/[\w.-]+")
+MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:work|root|home|Users)/[\w./-]+")
 REQUIRED_FILES = ("README.md", "CHANGELOG.md", "pyproject.toml")
 
 
