@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+
 from verl_contracts.testing.suites.base import ContractSuite
 
 if TYPE_CHECKING:
