@@ -21,7 +21,10 @@ class Metric:
 
 
 class Tracker(Protocol):
-    """Writes metrics somewhere. Called once a step from the driver; must not block for long."""
+    """Writes metrics somewhere. Called as ``Class(run_dir=folder)``, then once a step from the driver.
+
+    Must not block for long.
+    """
 
     def log(self, step: int, metrics: Mapping[str, float], /) -> None:
         """Record the metrics of `step`."""

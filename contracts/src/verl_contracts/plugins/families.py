@@ -150,7 +150,7 @@ TRAINER_MODE: Final = Family(
     arguments=(),
 )
 TRACKER: Final = Family(
-    name="tracker", group="verl_contracts.trackers", protocol=Tracker, key="trainer.logger", arguments=()
+    name="tracker", group="verl_contracts.trackers", protocol=Tracker, key="trainer.logger", arguments=("run_dir",)
 )
 
 FAMILIES: Final[Mapping[str, Family[object]]] = {

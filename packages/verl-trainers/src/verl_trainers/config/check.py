@@ -1,0 +1,287 @@
+"""Rules between keys: what would fail, or silently train on something else, long after the start.
+
+Each rule shows its formula with the numbers. Whatever is accepted here must run; whatever is refused says why.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_trainers.config.mistakes import Mistake
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from verl_contracts.training import Placement
+    from verl_trainers.config.schema import RunConfig
+
+__all__ = ["check_files", "check_relations", "check_resources"]
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+AT_LEAST: dict[str, float] = {
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+    "data.train_batch_size": 1,
+    f"{_ACTOR}.ppo_mini_batch_size": 1,
+    f"{_ACTOR}.ppo_epochs": 1,
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": 1,
+    f"{_ACTOR}.clip_ratio_low": 0,
+    f"{_ACTOR}.clip_ratio_high": 0,
+    f"{_ACTOR}.entropy_coeff": 0,
+    f"{_ACTOR}.kl_loss_coef": 0,
+    f"{_ACTOR}.optim.lr": 0,
+    f"{_ACTOR}.optim.lr_warmup_steps": 0,
+    f"{_ACTOR}.optim.min_lr_ratio": 0,
+    f"{_ACTOR}.optim.weight_decay": 0,
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 1,
+    f"{_ROLLOUT}.n": 1,
+    f"{_ROLLOUT}.top_k": 1,
+    f"{_ROLLOUT}.tensor_model_parallel_size": 1,
+    f"{_ROLLOUT}.max_model_len": 2,
+    f"{_ROLLOUT}.max_num_seqs": 1,
+    f"{_ROLLOUT}.n_gpus_per_node": 0,
+    f"{_ROLLOUT}.agent.num_workers": 1,
+    f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 1,
+    f"{_ROLLOUT}.checkpoint_engine.min_healthy": 1,
+    f"{_ROLLOUT}.val_kwargs.n": 1,
+    f"{_ROLLOUT}.val_kwargs.temperature": 0,
+    f"{_ROLLOUT}.val_kwargs.top_k": 1,
+    "reward.num_processes": 1,
+    "reward.max_unusable_ratio": 0,
+    "async_training.max_staleness": 0,
+    "async_training.sync_every": 1,
+    "trainer.total_training_steps": 1,
+    "trainer.total_epochs": 1,
+    "trainer.n_gpus_per_node": 1,
+}
+"""Smallest value of a number that is not null."""
+
+ABOVE_ZERO = (
+    f"{_ACTOR}.grad_clip",
+    f"{_ACTOR}.optim.eps",
+    f"{_ROLLOUT}.temperature",
+    f"{_ROLLOUT}.top_p",
+    f"{_ROLLOUT}.val_kwargs.top_p",
+    f"{_ROLLOUT}.request_limit_s",
+    f"{_ROLLOUT}.agent.sample_limit_s",
+    f"{_ROLLOUT}.checkpoint_engine.phase_limit_s",
+    "reward.limit_s",
+    "trainer.step_limit_s",
+    "trainer.start_limit_s",
+    "trainer.wait_limit_s",
+)
+AT_MOST_ONE = (
+    f"{_ACTOR}.clip_ratio_low",
+    f"{_ACTOR}.optim.min_lr_ratio",
+    f"{_ROLLOUT}.top_p",
+    f"{_ROLLOUT}.val_kwargs.top_p",
+    "reward.max_unusable_ratio",
+)
+
+
+def check_relations(config: RunConfig) -> list[Mistake]:
+    """Return every rule that `config` breaks. Looks at nothing outside of it."""
+    rules = (_required, _ranges, _batch, _lengths, _log_probs, _engine, _optimizer, _reward, _validation)
+    return [mistake for rule in rules for mistake in rule(config)]
+
+
+def _get(config: RunConfig, key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _required(config: RunConfig) -> Iterator[Mistake]:
+    if not config.data.train_files:
+        yield Mistake(key="data.train_files", text="is required: JSONL or parquet files to train on")
+    if not config.actor_rollout_ref.model.path:
+        yield Mistake(key="actor_rollout_ref.model.path", text="is required: a Hugging Face folder")
+
+
+def _ranges(config: RunConfig) -> Iterator[Mistake]:
+    for key, low in AT_LEAST.items():
+        value = _get(config, key)
+        if isinstance(value, (int, float)) and value < low:
+            yield Mistake(key=key, text=f"must be ≥ {low:g}, got {value:g}")
+    for key in ABOVE_ZERO:
+        value = _get(config, key)
+        if isinstance(value, (int, float)) and value <= 0:
+            yield Mistake(key=key, text=f"must be > 0, got {value:g}")
+    for key in AT_MOST_ONE:
+        value = _get(config, key)
+        if isinstance(value, (int, float)) and value > 1:
+            yield Mistake(key=key, text=f"must be ≤ 1, got {value:g}")
+    for i, beta in enumerate(config.actor_rollout_ref.actor.optim.betas):
+        if not 0 <= beta < 1:
+            yield Mistake(key=f"{_ACTOR}.optim.betas", text=f"number {i + 1} must be in [0, 1), got {beta:g}")
+
+
+def _batch(config: RunConfig) -> Iterator[Mistake]:
+    batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    ranks = config.trainer.n_gpus_per_node
+    if batch < 1 or n < 1 or ranks < 1 or (mini is not None and mini < 1):
+        return  # out of range, which is said elsewhere
+    if mini is not None and batch % mini != 0:
+        yield Mistake(
+            key=f"{_ACTOR}.ppo_mini_batch_size",
+            text=f"must divide data.train_batch_size ({batch} % {mini} = {batch % mini}); otherwise the last update of "
+            "a step would be on fewer groups than the others",
+            uses=("data.train_batch_size",),
+        )
+    rows = (batch if mini is None else mini) * n
+    if rows % ranks != 0:
+        what = "data.train_batch_size" if mini is None else f"{_ACTOR}.ppo_mini_batch_size"
+        yield Mistake(
+            key="trainer.n_gpus_per_node",
+            text=f"must divide the rows of one update, {what} * {_ROLLOUT}.n = {rows // n} * {n} = {rows} "
+            f"({rows} % {ranks} = {rows % ranks}); otherwise ranks would train on unequal shares",
+            uses=(what, f"{_ROLLOUT}.n"),
+        )
+    if n == 1 and config.algorithm.adv_estimator == "grpo":
+        yield Mistake(
+            key=f"{_ROLLOUT}.n",
+            text="must be ≥ 2 for algorithm.adv_estimator=grpo, got 1: a sample is compared with its group's mean, so "
+            "every advantage would be 0",
+            uses=("algorithm.adv_estimator",),
+        )
+
+
+def _lengths(config: RunConfig) -> Iterator[Mistake]:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    longest = prompt + response
+    sums = f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {longest}"
+    uses = ("data.max_prompt_length", "data.max_response_length")
+    limits = {
+        f"{_ROLLOUT}.max_model_len": "no room would be left for the response",
+        f"{_ACTOR}.ppo_max_token_len_per_gpu": "one sample would not fit into a micro-batch",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "one sample would not fit into a micro-batch",
+    }
+    for key, why in limits.items():
+        value = _get(config, key)
+        if isinstance(value, int) and 1 <= value < longest:
+            yield Mistake(key=key, text=f"must be ≥ {sums}, got {value}; otherwise {why}", uses=uses)
+
+
+def _log_probs(config: RunConfig) -> Iterator[Mistake]:
+    """Sampled and recomputed log-probs must be of one kind: the trainer recomputes at temperature, untruncated."""
+    rollout = config.actor_rollout_ref.rollout
+    truncating = [
+        (f"{_ROLLOUT}.top_p", rollout.top_p, 0 < rollout.top_p < 1, "1"),
+        (f"{_ROLLOUT}.top_k", rollout.top_k, rollout.top_k is not None and rollout.top_k >= 1, "null"),
+    ]
+    old = config.actor_rollout_ref.actor.old_log_prob
+    why = (
+        "recomputed log-probs are those of the whole vocabulary, and not of the truncated one that was sampled from"
+        if old == "recompute"
+        else "log-probs of sampled tokens are those of the truncated vocabulary, and the ratio compares them with the "
+        "trainer's, over the whole one"
+    )
+    for key, value, truncates, fix in truncating:
+        if truncates:
+            text = f"must be {fix} for training, got {value}: {why} ({_ACTOR}.old_log_prob={old})"
+            yield Mistake(key=key, text=text, uses=(f"{_ACTOR}.old_log_prob",))
+
+
+def _engine(config: RunConfig) -> Iterator[Mistake]:
+    rollout = config.actor_rollout_ref.rollout
+    tensor_parallel, devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
+    if config.deterministic and rollout.name != "torch":
+        yield Mistake(
+            key="deterministic",
+            text=f"needs the embedded engine, {_ROLLOUT}.name=torch, got {rollout.name}; other engines repeat no bits",
+            uses=(f"{_ROLLOUT}.name",),
+        )
+    if rollout.name == "torch" and tensor_parallel > 1:
+        yield Mistake(
+            key=f"{_ROLLOUT}.tensor_model_parallel_size",
+            text=f"must be 1 for {_ROLLOUT}.name=torch, got {tensor_parallel}: the embedded engine has no shards",
+            uses=(f"{_ROLLOUT}.name",),
+        )
+    elif devices is not None and devices >= 1 and tensor_parallel >= 1 and devices % tensor_parallel != 0:
+        yield Mistake(
+            key=f"{_ROLLOUT}.n_gpus_per_node",
+            text=f"must be a multiple of {_ROLLOUT}.tensor_model_parallel_size "
+            f"({devices} % {tensor_parallel} = {devices % tensor_parallel})",
+            uses=(f"{_ROLLOUT}.tensor_model_parallel_size",),
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[Mistake]:
+    warmup, steps = config.actor_rollout_ref.actor.optim.lr_warmup_steps, config.trainer.total_training_steps
+    if steps is not None and 1 <= steps < warmup:
+        yield Mistake(
+            key=f"{_ACTOR}.optim.lr_warmup_steps",
+            text=f"must be ≤ trainer.total_training_steps ({warmup} > {steps}); otherwise the learning rate never "
+            "reaches its value",
+            uses=("trainer.total_training_steps",),
+        )
+
+
+def _reward(config: RunConfig) -> Iterator[Mistake]:
+    custom = config.reward.custom_reward_function
+    if config.reward.name is not None and custom.path is not None:
+        yield Mistake(
+            key="reward.name",
+            text=f"is {config.reward.name!r} and reward.custom_reward_function.path is {custom.path!r}: choose one",
+            uses=("reward.custom_reward_function.path",),
+        )
+    limit, sample_limit = config.reward.limit_s, config.actor_rollout_ref.rollout.agent.sample_limit_s
+    if 0 < sample_limit < limit:
+        yield Mistake(
+            key="reward.limit_s",
+            text=f"must be ≤ {_ROLLOUT}.agent.sample_limit_s ({limit:g} > {sample_limit:g}), which includes the reward",
+            uses=(f"{_ROLLOUT}.agent.sample_limit_s",),
+        )
+
+
+def _validation(config: RunConfig) -> Iterator[Mistake]:
+    every = config.trainer.test_freq
+    if every != -1 and every < 1:
+        yield Mistake(key="trainer.test_freq", text=f"must be ≥ 1, or -1 for only first and last, got {every}")
+    elif every != -1 and not config.data.val_files:
+        yield Mistake(
+            key="trainer.test_freq",
+            text=f"is {every}, and data.val_files is empty: there is nothing to validate on",
+            uses=("data.val_files",),
+        )
+
+
+def check_files(config: RunConfig) -> list[Mistake]:
+    """Return the files and folders that are not there; what `prepare` makes is not looked for."""
+    if config.prepare is not None:
+        return []
+    found: list[Mistake] = []
+    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        found += [Mistake(key=key, text=f"no such file: {file}") for file in files if not Path(file).is_file()]
+    model = config.actor_rollout_ref.model.path
+    if model and not (Path(model) / "config.json").is_file():
+        found.append(Mistake(key="actor_rollout_ref.model.path", text=f"no Hugging Face folder (config.json): {model}"))
+    return found
+
+
+def check_resources(config: RunConfig, placement: Placement) -> list[Mistake]:
+    """Return what does not fit this machine. Says nothing when the runtime brings resources of its own."""
+    if config.trainer.device == "cuda" or set(config.runtime_options) & {"address", "num_cpus"}:
+        return []  # the runtime knows better, and refuses with what is free per node
+    if config.trainer.device == "auto":
+        import torch  # here, because importing it takes a second
+
+        if torch.cuda.is_available():
+            return []
+    wanted, cpus = placement.trainer_devices + placement.standalone_devices, len(os.sched_getaffinity(0))
+    if wanted <= cpus:
+        return []
+    return [
+        Mistake(
+            key="trainer.n_gpus_per_node",
+            text=f"{placement.trainer_devices} to train + {placement.standalone_devices} for replicas = {wanted} "
+            f"devices, and this machine has {cpus} CPUs; on CPU a device is a core",
+            uses=(f"{_ROLLOUT}.n_gpus_per_node",),
+        )
+    ]

@@ -1,0 +1,41 @@
+"""Mistakes in a configuration, collected so that all of them are shown at once and each is fixed in one go."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_contracts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Mistake", "config_error", "nearest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistake:
+    """One mistake: where, what, and how to fix it."""
+
+    key: str
+    """Full key; empty when the file as a whole is meant."""
+    text: str
+    """What is wrong, with the values, and the fix."""
+    place: str = ""
+    """``file:line`` or the override that set the key; empty when nobody set it."""
+    uses: tuple[str, ...] = ()
+    """Further keys that this rule reads. It says nothing while one of them is broken itself."""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.place, self.key, self.text) if part)
+
+
+def config_error(mistakes: Sequence[Mistake]) -> ConfigError:
+    """Return one error with a line for each mistake."""
+    return ConfigError("\n".join(dict.fromkeys(str(mistake) for mistake in mistakes)))
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that looks most like `word`; None when none does."""
+    return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)), None)

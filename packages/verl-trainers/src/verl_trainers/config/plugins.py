@@ -1,0 +1,163 @@
+"""Every plug-in that a run names, loaded and checked in the driver before anything is placed.
+
+One function loads all of them, so that a key is honoured in every mode or in none, and all bad ones are named at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from verl_contracts.errors import ConfigError
+from verl_contracts.plugins import build_config, build_plugin, families, load_plugin
+from verl_trainers.config.mistakes import Mistake
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from verl_contracts.agents import AgentLoop, AgentLoopManager
+    from verl_contracts.plugins import Family
+    from verl_contracts.rewards import RewardFunction
+    from verl_contracts.rollout import LLMServerManager
+    from verl_contracts.runtime import Runtime
+    from verl_contracts.tracking import Tracker
+    from verl_contracts.training import AdvantageEstimator, PolicyLoss, TrainerMode
+    from verl_contracts.weights import CheckpointEngineManager, WeightBackend
+    from verl_trainers.config.schema import RunConfig
+
+__all__ = ["RunPlugins", "load_plugins", "reward_function"]
+
+P = TypeVar("P")
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlugins:
+    """The classes that a run uses."""
+
+    runtime: type[Runtime]
+    mode: type[TrainerMode]
+    llm_server_manager: type[LLMServerManager]
+    checkpoint_manager: type[CheckpointEngineManager]
+    weight_backend: type[WeightBackend]
+    agent_loop_manager: type[AgentLoopManager]
+    agent_loop: type[AgentLoop]
+    reward: type[RewardFunction] | None
+    """None when the agent loop scores its own samples, or nothing does."""
+    advantage_estimator: type[AdvantageEstimator]
+    policy_loss: type[PolicyLoss]
+    trackers: tuple[type[Tracker], ...]
+
+
+def reward_function(config: RunConfig) -> tuple[str, Mapping[str, object]] | None:
+    """Return name or class path and options of the reward function that `config` asks for; None for none."""
+    custom = config.reward.custom_reward_function
+    if custom.path is not None:
+        return "verl_trainers.rewards.verl_function:VerlFunction", {
+            "path": custom.path,
+            "name": custom.name,
+            **config.reward.options,
+        }
+    return None if config.reward.name is None else (config.reward.name, config.reward.options)
+
+
+def load_plugins(config: RunConfig) -> tuple[RunPlugins | None, list[Mistake]]:
+    """Load every class that `config` names and check its options. The classes are None when something is wrong."""
+    loader = _Loader()
+    rollout, agent = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
+    engine, loss = rollout.checkpoint_engine, config.actor_rollout_ref.actor.policy_loss
+
+    runtime = loader.load(families.RUNTIME, config.runtime, "runtime")
+    loader.options(runtime, config.runtime_options, "runtime_options")
+    mode = loader.load(families.TRAINER_MODE, config.trainer.mode, "trainer.mode")
+    servers = loader.load(
+        families.LLM_SERVER_MANAGER, rollout.llm_server_manager_class, f"{_ROLLOUT}.llm_server_manager_class"
+    )
+    loader.options(servers, rollout.llm_server_manager_options, f"{_ROLLOUT}.llm_server_manager_options")
+    checkpoint = loader.load(
+        families.CHECKPOINT_MANAGER, rollout.checkpoint_manager_class, f"{_ROLLOUT}.checkpoint_manager_class"
+    )
+    loader.options(checkpoint, engine.engine_kwargs, f"{_ROLLOUT}.checkpoint_engine.engine_kwargs")
+    backend = loader.load(families.WEIGHT_BACKEND, engine.backend, f"{_ROLLOUT}.checkpoint_engine.backend")
+    manager = loader.load(
+        families.AGENT_LOOP_MANAGER, agent.agent_loop_manager_class, f"{_ROLLOUT}.agent.agent_loop_manager_class"
+    )
+    loader.options(manager, agent.agent_loop_manager_options, f"{_ROLLOUT}.agent.agent_loop_manager_options")
+    loop = loader.load(families.AGENT_LOOP, agent.default_agent_loop, f"{_ROLLOUT}.agent.default_agent_loop")
+    estimator = loader.load(families.ADVANTAGE_ESTIMATOR, config.algorithm.adv_estimator, "algorithm.adv_estimator")
+    policy_loss = loader.load(families.POLICY_LOSS, loss.loss_mode, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    trackers = [loader.load(families.TRACKER, name, "trainer.logger") for name in config.trainer.logger]
+    reward = loader.reward(config)
+
+    if (
+        loader.mistakes
+        or runtime is None
+        or mode is None
+        or servers is None
+        or checkpoint is None
+        or backend is None
+        or manager is None
+        or loop is None
+        or estimator is None
+        or policy_loss is None
+    ):
+        return None, loader.mistakes
+    return RunPlugins(
+        runtime=runtime,
+        mode=mode,
+        llm_server_manager=servers,
+        checkpoint_manager=checkpoint,
+        weight_backend=backend,
+        agent_loop_manager=manager,
+        agent_loop=loop,
+        reward=reward,
+        advantage_estimator=estimator,
+        policy_loss=policy_loss,
+        trackers=tuple(tracker for tracker in trackers if tracker is not None),
+    ), []
+
+
+class _Loader:
+    """Loads, and notes what cannot be loaded."""
+
+    def __init__(self) -> None:
+        self.mistakes: list[Mistake] = []
+
+    def load(self, family: Family[P], spec: str | None, key: str) -> type[P] | None:
+        """Load one class; an unset `spec` means the family's default."""
+        name = spec or family.default or "default"
+        try:
+            return load_plugin(family, name, key=key, role="driver")
+        except ConfigError as exc:
+            self._note(exc, key)
+            return None
+
+    def options(self, cls: object, options: Mapping[str, object], key: str) -> None:
+        """Check the options of a class that has a `Config`."""
+        config_class = getattr(cls, "Config", None)
+        if isinstance(config_class, type):
+            try:
+                build_config(config_class, options, key=key)
+            except ConfigError as exc:
+                self._note(exc, key)
+
+    def reward(self, config: RunConfig) -> type[RewardFunction] | None:
+        """Load the reward function and build it once, as its process will."""
+        named = reward_function(config)
+        if named is None:
+            return None
+        custom = config.reward.custom_reward_function.path is not None
+        key = "reward.custom_reward_function" if custom else "reward.name"
+        cls = self.load(families.REWARD_FUNCTION, named[0], key)
+        if cls is None:
+            return None
+        try:
+            build_plugin(cls, named[1], key=key if custom else "reward.options")
+        except Exception as exc:  # a function of the user's: whatever it raises is shown as a mistake of this key
+            self._note(exc if isinstance(exc, ConfigError) else ConfigError(f"{type(exc).__name__}: {exc}"), key)
+        return cls
+
+    def _note(self, exc: ConfigError, key: str) -> None:
+        text = str(exc)
+        self.mistakes.append(Mistake(key="" if text.startswith(key) else key, text=text))

@@ -1,0 +1,141 @@
+"""Where values come from: a YAML file and ``a.b=c`` overrides, merged and interpolated by OmegaConf.
+
+Owns the knowledge of which line or override set a key, because a message without it sends people searching. What leaves
+this module is a plain tree of dicts, lists and scalars.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+from verl_trainers.config.mistakes import Mistake, config_error
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["Sources", "read_sources"]
+
+RUN_DIR = "run_dir"
+"""Root key that the caller defines, for ``${run_dir}``; not part of the schema."""
+MISSING = "???"
+"""OmegaConf's mark of a value that must be given."""
+_MAX_BROKEN = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """A merged, plain tree."""
+
+    tree: Mapping[str, object]
+    places: Mapping[str, str]
+    """Full key → ``file:line`` or ``override 'a.b=c'``."""
+    mistakes: tuple[Mistake, ...] = ()
+    """Interpolations that cannot be resolved, and values that must be given; their keys hold None."""
+    broken: frozenset[str] = field(default_factory=frozenset)
+    """Their keys."""
+
+    def place(self, key: str) -> str:
+        """Return who set `key`, or the nearest section around it; empty when nobody did."""
+        while key:
+            if key in self.places:
+                return self.places[key]
+            key = key.rpartition(".")[0]
+        return ""
+
+
+def read_sources(source: Path | None, overrides: Sequence[str] = (), *, run_dir: str = "") -> Sources:
+    """Read `source` and put `overrides` on top; both may use ``${run_dir}``.
+
+    Raises `ConfigError` for a file that is not YAML and for overrides that are not ``key=value``.
+    """
+    places: dict[str, str] = {}
+    merged = OmegaConf.create({}) if source is None else _read_file(source, places)
+    if RUN_DIR in merged:
+        raise config_error([Mistake(key=RUN_DIR, place=places[RUN_DIR], text="is set by the command (--out)")])
+    wrong = [text for text in overrides if not text.partition("=")[1] or not text.partition("=")[0].strip()]
+    if wrong:
+        raise config_error([Mistake(key="", place=f"override {text!r}", text="must be key=value") for text in wrong])
+    for text in overrides:
+        try:
+            merged = _as_dict(OmegaConf.merge(merged, OmegaConf.from_dotlist([text])))
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError) as exc:
+            raise config_error([Mistake(key="", place=f"override {text!r}", text=_first_line(exc))]) from exc
+        places[text.partition("=")[0].strip()] = f"override {text!r}"
+    OmegaConf.update(merged, RUN_DIR, run_dir)
+    return _resolve(merged, places)
+
+
+def _read_file(path: Path, places: dict[str, str]) -> DictConfig:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise config_error([Mistake(key="", place=str(path), text=f"cannot be read: {exc.strerror}")]) from exc
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _collect_places(root, "", path.name, places)
+        loaded = OmegaConf.create(text) if root is not None else OmegaConf.create({})
+    except yaml.MarkedYAMLError as exc:
+        line = f":{exc.problem_mark.line + 1}" if exc.problem_mark is not None else ""
+        raise config_error([Mistake(key="", place=f"{path}{line}", text=f"not YAML: {exc.problem}")]) from exc
+    except (yaml.YAMLError, OmegaConfBaseException) as exc:
+        raise config_error([Mistake(key="", place=str(path), text=_first_line(exc))]) from exc
+    if not isinstance(loaded, DictConfig) or (root is not None and not isinstance(root, yaml.MappingNode)):
+        raise config_error([Mistake(key="", place=str(path), text="must hold sections (key: value lines)")])
+    return loaded
+
+
+def _collect_places(node: yaml.Node | None, prefix: str, file: str, places: dict[str, str]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path = f"{prefix}{key.value}"
+            places[path] = f"{file}:{key.start_mark.line + 1}"
+            _collect_places(value, f"{path}.", file, places)
+
+
+def _resolve(merged: DictConfig, places: Mapping[str, str]) -> Sources:
+    """Resolve interpolations, noting each that fails instead of stopping at the first."""
+    mistakes: list[Mistake] = []
+    while len(mistakes) < _MAX_BROKEN:
+        try:
+            tree = OmegaConf.to_container(merged, resolve=True)
+            break
+        except InterpolationResolutionError as exc:
+            key = str(exc.full_key)
+            mistakes.append(Mistake(key=key, place=places.get(key, ""), text=_first_line(exc)))
+            OmegaConf.update(merged, key, None)
+        except OmegaConfBaseException as exc:
+            raise config_error([Mistake(key="", text=_first_line(exc))]) from exc
+    else:
+        raise config_error(mistakes)
+    plain: dict[str, object] = {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+    del plain[RUN_DIR]
+    for key in _missing(plain, ""):
+        mistakes.append(Mistake(key=key, place=places.get(key, ""), text=f"must be given: {key}=..."))
+    broken = frozenset(mistake.key for mistake in mistakes)
+    return Sources(tree=plain, places=places, mistakes=tuple(mistakes), broken=broken)
+
+
+def _missing(tree: Mapping[str, object], prefix: str) -> list[str]:
+    found: list[str] = []
+    for key, value in tree.items():
+        if value == MISSING:
+            found.append(f"{prefix}{key}")
+        elif isinstance(value, dict):
+            found += _missing(value, f"{prefix}{key}.")
+    return found
+
+
+def _as_dict(config: object) -> DictConfig:
+    if not isinstance(config, DictConfig):
+        raise ValueError("an override must name a key")
+    return config
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).strip().partition("\n")[0]
