@@ -1,0 +1,78 @@
+"""Who sends to whom, on one host. Pure: no process, no clock, no network.
+
+What cannot work is refused here, before any replica is paused: a receiver that lives on another host would otherwise
+show up as a file that does not exist, in the middle of a sync.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from verl_contracts.errors import ConfigError
+from verl_contracts.weights import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from verl_contracts.weights import EndpointInfo, Manifest, TopologyPlanner
+
+__all__ = ["MOST_RECEIVERS", "SingleHostPlanner"]
+
+MOST_RECEIVERS = 1024
+"""Receivers that one ring serves."""
+
+
+class SingleHostPlanner:
+    """One sender rank to all receiver ranks of the same host.
+
+    Further sender ranks are listed, for they take part in gathering each tensor, but only rank 0 writes.
+    """
+
+    def plan(
+        self,
+        manifest: Manifest,
+        /,
+        *,
+        session: str,
+        senders: Sequence[EndpointInfo],
+        receivers: Sequence[EndpointInfo],
+        bucket_bytes: int,
+    ) -> Plan:
+        """Return the plan, senders by rank and receivers as given.
+
+        Raises `ConfigError` for no, doubled or too many endpoints, for a trainer without rank 0, for a bucket of no
+        bytes, and for a receiver on another host.
+        """
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give at least 1 byte")
+        if not 1 <= len(receivers) <= MOST_RECEIVERS:
+            raise ConfigError(f"there are {len(receivers)} receivers; one ring serves 1 to {MOST_RECEIVERS}")
+        ordered = tuple(sorted(senders, key=lambda endpoint: endpoint.rank))
+        if [endpoint.rank for endpoint in ordered] != list(range(len(ordered))) or not ordered:
+            raise ConfigError(f"sender ranks are {[e.rank for e in ordered]}; expected 0, 1, … with rank 0 the writer")
+        seen = set[tuple[str, int]]()
+        for receiver in receivers:
+            place = (receiver.owner, receiver.rank)
+            if place in seen:
+                raise ConfigError(f"receiver {receiver.owner} rank {receiver.rank} is listed twice")
+            seen.add(place)
+            if receiver.node != ordered[0].node:
+                raise ConfigError(
+                    f"the shm backend connects processes of one host, but sender {ordered[0].owner} rank 0 is on "
+                    f"{ordered[0].node!r} and receiver {receiver.owner} rank {receiver.rank} on {receiver.node!r}; "
+                    "choose a backend that crosses hosts, or place both on one"
+                )
+        return Plan(
+            session=session,
+            version=manifest.version,
+            manifest=manifest,
+            senders=ordered,
+            receivers=tuple(receivers),
+            bucket_bytes=bucket_bytes,
+        )
+
+
+if TYPE_CHECKING:
+
+    def _is_planner(x: SingleHostPlanner) -> TopologyPlanner:
+        return x

@@ -1,0 +1,312 @@
+"""The shared file: its name, its layout, and the words that both sides read and write.
+
+Owns creation, growth and removal of the file. Layout: a page for the sender, a block per reader, then the slots.
+Every word has one writer, and is written after what it announces; that order is seen by the peers because stores stay
+in order on x86-64. Elsewhere a torn frame would fail its digest, not pass.
+
+The file is mapped directly, not through `multiprocessing.shared_memory`: its resource tracker would unlink the ring
+when any one reader exits.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import re
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_ckpt_engine.planner import MOST_RECEIVERS
+from verl_ckpt_engine.shm.frames import ALIGNMENT, aligned
+from verl_ckpt_engine.shm.waiting import ProcessId
+from verl_contracts.errors import StateError
+
+if TYPE_CHECKING:
+    from verl_contracts.weights import Manifest
+
+__all__ = [
+    "ENDED",
+    "FAILED",
+    "NEW",
+    "READER_ABSENT",
+    "READER_DONE",
+    "READER_FAILED",
+    "READER_JOINED",
+    "READY",
+    "Geometry",
+    "Segment",
+    "remove_if_orphaned",
+    "segment_path",
+]
+
+PAGE = 4096
+_MAGIC = 0x7665726C_77740001
+_MESSAGE_AT = 512
+_BLOCK = 2048
+_MESSAGE_BYTES = _BLOCK - _MESSAGE_AT
+
+NEW, READY, ENDED, FAILED = 0, 1, 2, 3
+"""States of the sender."""
+READER_ABSENT, READER_JOINED, READER_DONE, READER_FAILED = 0, 1, 2, 3
+"""States of a reader."""
+
+# Words of the sender's page.
+_W_MAGIC, _W_STATE, _W_HEAD, _W_SLOTS, _W_TABLE, _W_PAYLOAD, _W_READERS, _W_PID, _W_STARTED, _W_LENGTH = range(10)
+# Words of a reader's block. `_R_DROPPED` is the sender's.
+_R_STATE, _R_CURSOR, _R_LENGTH = range(3)
+_R_DROPPED = 8
+
+_RING_BYTES = 16 * 1024 * 1024
+_MOST_SLOTS = 16
+_MADV_POPULATE_WRITE = 23
+# All blocks exist from the start, so that a reader can join, or fail, before the ring has its size.
+_HEADER_BYTES = PAGE + MOST_RECEIVERS * _BLOCK
+
+
+def segment_path(session: str) -> Path:
+    """Return the file of a session. Both sides can name it, so that either can remove it."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        folder = Path(tempfile.gettempdir())
+    return folder / f"verl-weights-{re.sub(r'[^A-Za-z0-9_.-]', '_', session)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Sizes of the ring. The same for the sender, who chooses them, and the readers, who read them from the header."""
+
+    readers: int
+    slots: int
+    table_bytes: int
+    payload_bytes: int
+
+    @classmethod
+    def choose(cls, manifest: Manifest, *, readers: int, bucket_bytes: int) -> Geometry:
+        """Return a ring whose slots hold `bucket_bytes` of payload, less when all tensors together need less."""
+        padded = manifest.num_bytes + ALIGNMENT * len(manifest.tensors)
+        payload = aligned(max(1, min(bucket_bytes, padded)))
+        longest = max((len(meta.name) * 6 + len(meta.shape) * 24 for meta in manifest.tensors), default=0)
+        return cls(
+            readers=readers,
+            slots=max(2, min(_MOST_SLOTS, _RING_BYTES // payload)),
+            table_bytes=aligned(max(PAGE, longest + 512)),
+            payload_bytes=payload,
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next."""
+        return aligned(ALIGNMENT + self.table_bytes + self.payload_bytes, PAGE)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the file."""
+        return _HEADER_BYTES + self.slots * self.slot_bytes
+
+
+class Segment:
+    """One mapped file. Header words and slots are reached through it; whose they are is the roles' business."""
+
+    def __init__(self, path: Path, descriptor: int, size: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._map(size)
+
+    @classmethod
+    def create(cls, path: Path, owner: ProcessId) -> Segment:
+        """Make the file with an empty header. Raises `StateError` when the session already has one."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError as exc:
+            raise StateError(f"{path} exists: every sync needs a session name of its own") from exc
+        os.ftruncate(descriptor, _HEADER_BYTES)
+        segment = cls(path, descriptor, _HEADER_BYTES)
+        segment._words[_W_PID] = owner.pid
+        segment._words[_W_STARTED] = owner.started
+        segment._words[_W_MAGIC] = _MAGIC
+        return segment
+
+    @classmethod
+    def open(cls, path: Path) -> Segment:
+        """Map the header of an existing file. Raises FileNotFoundError, or ValueError for a file of another kind."""
+        descriptor = os.open(path, os.O_RDWR)
+        if os.fstat(descriptor).st_size < _HEADER_BYTES:
+            os.close(descriptor)
+            raise ValueError(f"{path} is no weight ring: it is shorter than a header")
+        segment = cls(path, descriptor, _HEADER_BYTES)
+        if segment._words[_W_MAGIC] != _MAGIC:
+            segment.close()
+            raise ValueError(f"{path} is no weight ring of this version")
+        return segment
+
+    def _map(self, size: int) -> None:
+        # Never closed by hand: tensors that view the mapping keep it alive, and the last one to go unmaps it.
+        self._mapping = mmap.mmap(self._descriptor, size)
+        self.bytes = memoryview(self._mapping)
+        self._words = self.bytes[: size // 8 * 8].cast("q")
+        self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def _unmap(self) -> None:
+        self._words.release()
+        self.bytes.release()
+        del self.tensor, self._mapping
+
+    def grow(self, geometry: Geometry) -> None:
+        """Give the file its slots and announce them. The sender's."""
+        os.ftruncate(self._descriptor, geometry.total_bytes)
+        self._unmap()
+        self._map(geometry.total_bytes)
+        self._geometry = geometry
+        self._words[_W_SLOTS] = geometry.slots
+        self._words[_W_TABLE] = geometry.table_bytes
+        self._words[_W_PAYLOAD] = geometry.payload_bytes
+        self._words[_W_READERS] = geometry.readers
+        self._words[_W_STATE] = READY
+
+    def attach(self) -> Geometry:
+        """Map the slots too. A reader's, once the state is no longer `NEW`."""
+        words = self._words
+        self._geometry = Geometry(
+            readers=words[_W_READERS],
+            slots=words[_W_SLOTS],
+            table_bytes=words[_W_TABLE],
+            payload_bytes=words[_W_PAYLOAD],
+        )
+        del words
+        self._unmap()
+        self._map(self._geometry.total_bytes)
+        return self._geometry
+
+    @property
+    def owner(self) -> ProcessId:
+        """The sender's process."""
+        return ProcessId(pid=self._words[_W_PID], started=self._words[_W_STARTED])
+
+    @property
+    def state(self) -> int:
+        """State of the sender."""
+        return self._words[_W_STATE]
+
+    @state.setter
+    def state(self, value: int) -> None:
+        self._words[_W_STATE] = value
+
+    @property
+    def head(self) -> int:
+        """Frames published so far."""
+        return self._words[_W_HEAD]
+
+    @head.setter
+    def head(self, value: int) -> None:
+        self._words[_W_HEAD] = value
+
+    def reader_state(self, reader: int) -> int:
+        """Return the state of a reader."""
+        return self._words[_block_word(reader) + _R_STATE]
+
+    def set_reader_state(self, reader: int, state: int) -> None:
+        """Set the state of a reader. Its own."""
+        self._words[_block_word(reader) + _R_STATE] = state
+
+    def cursor(self, reader: int) -> int:
+        """Return how many frames a reader is done with."""
+        return self._words[_block_word(reader) + _R_CURSOR]
+
+    def set_cursor(self, reader: int, cursor: int) -> None:
+        """Give frames back. The reader's."""
+        self._words[_block_word(reader) + _R_CURSOR] = cursor
+
+    def dropped(self, reader: int) -> bool:
+        """Return whether the sender goes on without this reader."""
+        return self._words[_block_word(reader) + _R_DROPPED] != 0
+
+    def drop(self, reader: int) -> None:
+        """Go on without this reader. The sender's."""
+        self._words[_block_word(reader) + _R_DROPPED] = 1
+
+    def sender_words(self) -> str:
+        """Return why the sender failed."""
+        return self._read_message(0, _W_LENGTH)
+
+    def set_sender_words(self, text: str) -> None:
+        """Say why the sender failed, before the state says that it did."""
+        self._write_message(0, _W_LENGTH, text)
+
+    def reader_words(self, reader: int) -> str:
+        """Return why a reader failed."""
+        return self._read_message(PAGE + reader * _BLOCK, _R_LENGTH)
+
+    def set_reader_words(self, reader: int, text: str) -> None:
+        """Say why a reader failed, before its state says that it did."""
+        self._write_message(PAGE + reader * _BLOCK, _R_LENGTH, text)
+
+    def _read_message(self, at: int, length_word: int) -> str:
+        length = self._words[at // 8 + length_word]
+        return bytes(self.bytes[at + _MESSAGE_AT : at + _MESSAGE_AT + length]).decode(errors="replace")
+
+    def _write_message(self, at: int, length_word: int, text: str) -> None:
+        data = text.encode(errors="replace")[:_MESSAGE_BYTES]
+        self.bytes[at + _MESSAGE_AT : at + _MESSAGE_AT + len(data)] = data
+        self._words[at // 8 + length_word] = len(data)
+
+    def write_frame(self, sequence: int, kind: int, table: bytes, payload_bytes: int) -> None:
+        """Write header and table of frame `sequence`, then publish it. The payload is in place already."""
+        at = self._slot_at(sequence)
+        self.bytes[at + ALIGNMENT : at + ALIGNMENT + len(table)] = table
+        word = at // 8
+        self._words[word] = sequence
+        self._words[word + 1] = kind
+        self._words[word + 2] = len(table)
+        self._words[word + 3] = payload_bytes
+        self.head = sequence + 1
+
+    def read_frame(self, sequence: int) -> tuple[int, int, bytes, int]:
+        """Return sequence number, kind, table and payload size of what lies in the slot of frame `sequence`."""
+        at = self._slot_at(sequence)
+        found, kind, table_bytes, payload_bytes = self._words[at // 8 : at // 8 + 4]
+        return found, kind, bytes(self.bytes[at + ALIGNMENT : at + ALIGNMENT + table_bytes]), payload_bytes
+
+    def payload_at(self, sequence: int) -> int:
+        """Return where in the file the payload of frame `sequence` begins."""
+        return self._slot_at(sequence) + ALIGNMENT + self._geometry.table_bytes
+
+    def _slot_at(self, sequence: int) -> int:
+        return _HEADER_BYTES + sequence % self._geometry.slots * self._geometry.slot_bytes
+
+    def populate(self, start: int, stop: int) -> None:
+        """Make the kernel provide these bytes at once: one call is several times cheaper than a fault per page."""
+        first = start // PAGE * PAGE
+        with suppress(OSError, ValueError):
+            self._mapping.madvise(_MADV_POPULATE_WRITE, first, stop - first)
+
+    def unlink(self) -> None:
+        """Remove the name; the memory goes when the last process that maps it does. Idempotent."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of the mapping. Tensors that view it stay valid."""
+        self._unmap()
+        os.close(self._descriptor)
+
+
+def remove_if_orphaned(path: Path) -> None:
+    """Remove a file whose sender is dead. Harmless when there is none."""
+    try:
+        segment = Segment.open(path)
+    except (OSError, ValueError):
+        return
+    owner = segment.owner
+    segment.close()
+    if not owner.alive():
+        path.unlink(missing_ok=True)
+        logging.getLogger(__name__).info("removed %s, which sender process %d left behind", path, owner.pid)
+
+
+def _block_word(reader: int) -> int:
+    return (PAGE + reader * _BLOCK) // 8
