@@ -1,0 +1,1 @@
+"""The embedded engine: iteration-level batching over a transformers model, on CPU. Start at `engine.TorchEngine`."""

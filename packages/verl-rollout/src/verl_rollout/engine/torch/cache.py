@@ -1,0 +1,158 @@
+"""Keys and values of all slots, and the attention that reads them.
+
+Transformers hands every attention call of the model to `attend`, registered under `ATTENTION`; the running pass (a
+`Decode` or `Prefill`) travels there as a keyword of the model call. So the model needs no cache class and builds no
+mask, and rows of different lengths share a batch without padding on the left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from verl_contracts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ATTENTION", "Decode", "KVCache", "Pass", "Prefill", "attend"]
+
+ATTENTION = "verl_slots"
+"""Name under which `attend` is registered with transformers."""
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Keywords of attention variants that would be computed wrongly; refused unless absent."""
+_FIRST_LENGTH = 64
+
+
+class KVCache:
+    """One tensor, [layers, 2, slots + 1, heads, length, head_dim]; the last slot is scratch for rows that are no one's.
+
+    `length` doubles when it is used up, so memory follows the longest sequence seen and not the longest allowed one.
+    """
+
+    def __init__(
+        self, *, layers: int, slots: int, heads: int, head_dim: int, dtype: torch.dtype, max_length: int
+    ) -> None:
+        self._max_length = max_length
+        self.scratch = slots
+        self.data = torch.zeros(layers, 2, slots + 1, heads, min(_FIRST_LENGTH, max_length), head_dim, dtype=dtype)
+
+    @property
+    def length(self) -> int:
+        """Positions that each slot has room for."""
+        return self.data.shape[4]
+
+    def ensure(self, length: int) -> None:
+        """Make room for `length` positions in each slot."""
+        old = self.length
+        if length <= old:
+            return
+        new = old
+        while new < length:
+            new *= 2
+        shape = list(self.data.shape)
+        shape[4] = max(length, min(new, self._max_length))
+        data = torch.zeros(shape, dtype=self.data.dtype)
+        data[:, :, :, :, :old] = self.data
+        self.data = data
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions of one slot to others."""
+        for target in targets:
+            self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+
+    def clear(self, slot: int) -> None:
+        """Forget what a slot holds. Masked positions count as 0 times their value, which NaN would survive."""
+        self.data[:, :, slot] = 0
+
+
+class Pass(Protocol):
+    """One run of the model: stores what a layer computed, and attends."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Take [n, heads, T, head_dim] each and return [n, T, heads, head_dim]."""
+        ...
+
+
+class Decode:
+    """One token for each of the first n slots: row i writes position ``positions[i]`` of slot i and sees up to it."""
+
+    def __init__(self, cache: KVCache, positions: torch.Tensor, *, length: int) -> None:
+        self._data = cache.data
+        self._rows = torch.arange(len(positions))
+        self._positions = positions
+        self._length = length
+        hidden = torch.arange(length) > positions[:, None]
+        self._bias = torch.zeros(hidden.shape, dtype=cache.data.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Store one position per row and attend. Query heads that share a key head are rows of one small matrix."""
+        keys, values = self._data[layer].unbind(0)
+        keys[self._rows, :, self._positions] = key[:, :, 0]
+        values[self._rows, :, self._positions] = value[:, :, 0]
+        n, heads, _, head_dim = query.shape
+        keys = keys[:n, :, : self._length]
+        values = values[:n, :, : self._length]
+        grouped = query.reshape(n, keys.shape[1], -1, head_dim)
+        weights = torch.matmul(grouped, keys.transpose(2, 3)).mul_(scaling).add_(self._bias)
+        weights = weights.softmax(dim=-1, dtype=torch.float32).to(values.dtype)
+        return torch.matmul(weights, values).reshape(n, 1, heads, head_dim)
+
+
+class Prefill:
+    """T tokens for each of some slots, from position `start` on. Earlier positions of these slots are seen too."""
+
+    def __init__(self, cache: KVCache, slots: torch.Tensor, *, start: int, tokens: int) -> None:
+        self._data = cache.data
+        self._slots = slots
+        self._start = start
+        self._end = start + tokens
+        seen = torch.arange(self._end) <= torch.arange(start, self._end)[:, None]
+        self._mask = seen[None, None] if start else None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Store T positions per row and attend causally; what lies right of a row's end is junk that nobody reads."""
+        stored = self._data[layer]
+        stored[0, self._slots, :, self._start : self._end] = key
+        stored[1, self._slots, :, self._start : self._end] = value
+        if self._start:
+            key, value = stored[:, self._slots, :, : self._end].unbind(0)
+        result = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=self._mask,
+            is_causal=self._mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return result.transpose(1, 2)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    slots: Pass,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    """Serve one attention call of a transformers model, in transformers' own calling convention."""
+    for name in _UNSUPPORTED:
+        if options.get(name) is not None:
+            raise ConfigError(f"the embedded engine has no attention with {name!r}, which this model uses; take vllm")
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise ConfigError(f"attention module {type(module).__name__} has no layer_idx; take vllm for this model")
+    return slots.attend(layer, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None

@@ -1,0 +1,413 @@
+"""The embedded engine's asyncio face: it hands requests to one compute thread, and results back in batches.
+
+It owns the thread and the answer to "what may happen now": a gate (open, draining, closed), whether weights are
+committed, whether the memory is there. It prevents a request from decoding with weights that nobody verified, and a
+caller from waiting for a thread that died.
+
+Everything that touches the decoder runs on the compute thread, between two iterations, in the order in which it was
+asked for. What is asked in one tick of the loop arrives together, so that a burst of requests is admitted as one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from typing import TYPE_CHECKING, Literal, Self, cast
+
+import torch
+
+from verl_contracts.clock import Deadline
+from verl_contracts.errors import DataError, StateError, VerlError, WaitTimeout
+from verl_contracts.rollout import ASLEEP, DEAD, INVALID, PAUSED, SERVING, ReplicaState, ReplicaStatus
+from verl_contracts.waits import bounded
+from verl_rollout.engine.torch.decoder import Decoder, Job, Result
+from verl_rollout.engine.torch.model import Shape, allocate, build_model, release
+from verl_rollout.engine.torch.target import ModelTarget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from transformers import PreTrainedModel
+
+    from verl_contracts.clock import Clock
+    from verl_contracts.rollout import PauseMode, RolloutSettings
+    from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
+    from verl_contracts.weights import WeightTarget
+    from verl_rollout.engine.base import Engine
+
+__all__ = ["TorchEngine"]
+
+_log = logging.getLogger(__name__)
+
+_CONTROL_LIMIT_S = 60.0
+"""Longest that a control call may wait for the iteration that is running."""
+_IDLE_S = 1.0
+"""Longest that the idle thread sleeps before it looks again."""
+
+
+class TorchEngine:
+    """Iteration-level batching over a transformers model, see `verl_rollout.engine.base.Engine`."""
+
+    def __init__(
+        self, model: PreTrainedModel, shape: Shape, settings: RolloutSettings, *, replica_id: str, clock: Clock
+    ) -> None:
+        self._model = model
+        self._shape = shape
+        self._settings = settings
+        self._replica_id = replica_id
+        self._clock = clock
+        self._decoder = Decoder(model, shape, settings, replica_id=replica_id)
+        # Loop side.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tickets = itertools.count()
+        self._futures: dict[int, asyncio.Future[object]] = {}
+        self._request_ids: set[str] = set()
+        self._unsent: list[Callable[[], None]] = []
+        # Shared, under `_changed`.
+        self._changed = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._gate: Literal["open", "draining", "closed"] = "open"
+        self._accepts = False
+        self._update: Literal["none", "begun", "loaded"] = "none"
+        self._sleeping: dict[str, torch.Size] | None = None
+        self._closing = False
+        self._error: Exception | None = None
+        # Compute side.
+        self._outbox: list[tuple[int, object]] = []
+        self._pausers: list[int] = []
+        self._thread = threading.Thread(target=self._run, name=f"engine-{replica_id}", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def create(cls, settings: RolloutSettings, /, *, replica_id: str, clock: Clock) -> Self:
+        """Build the model with empty parameters and the cache, and start the thread."""
+        model, shape = build_model(settings)
+        return cls(model, shape, settings, replica_id=replica_id, clock=clock)
+
+    async def generate(self, request: GenerationRequest, /, *, deadline: Deadline) -> Completion | AbortedCompletion:
+        """Generate one sequence; see `Engine.generate`."""
+        self._check(request)
+        job = Job(request=request, ticket=next(self._tickets))
+        self._request_ids.add(request.request_id)
+        answer = self._post(job.ticket, lambda: self._submit(job))
+        try:
+            value = await bounded(
+                answer,
+                subject=f"request {request.request_id!r}",
+                holder=self._replica_id,
+                deadline=deadline,
+                clock=self._clock,
+            )
+        except (WaitTimeout, asyncio.CancelledError):
+            self._futures.pop(job.ticket, None)
+            if self._error is None and not self._closing:
+                self._send(lambda: self._drop(job))
+            raise
+        finally:
+            self._request_ids.discard(request.request_id)
+        return cast("Completion | AbortedCompletion", value)
+
+    async def abort(self, request_ids: Sequence[str] | None, /, *, reason: str) -> None:
+        """Cut these requests, or all."""
+        wanted = None if request_ids is None else frozenset(request_ids)
+
+        def cut() -> None:
+            chosen = self._decoder.abort(lambda job: wanted is None or job.request.request_id in wanted, reason=reason)
+            self._give(chosen)
+
+        await self._ask(cut, "abort")
+
+    async def pause(self, mode: PauseMode, /, *, deadline: Deadline) -> None:
+        """Return once nothing is decoded."""
+        self._raise_if_dead()
+        ticket = next(self._tickets)
+        answer = self._post(ticket, lambda: self._pause(mode, ticket))
+        await bounded(answer, subject=f"pause ({mode})", holder=self._replica_id, deadline=deadline, clock=self._clock)
+
+    async def resume(self) -> None:
+        """Decode again, unless invalid; then what waited is refused and what was frozen comes back aborted."""
+        await self._ask(self._resume, "resume")
+
+    def status(self) -> ReplicaStatus:
+        """Return the present status, at once."""
+        return ReplicaStatus(
+            replica=self._replica_id,
+            state=self._state(),
+            version=self._decoder.version,
+            running=len(self._decoder.active),
+            waiting=len(self._decoder.waiting),
+            generated_tokens=self._decoder.generated_tokens,
+        )
+
+    def target(self) -> WeightTarget:
+        """Return the loader of the live model."""
+        return ModelTarget(self._model, guard=self._require_update, loaded=self._set_loaded)
+
+    def begin_update(self) -> None:
+        """Declare the weights invalid until `commit`."""
+        with self._changed:
+            self._raise_if_dead()
+            if self._gate != "closed" or self._sleeping is not None:
+                raise StateError(f"replica {self._replica_id} is {self._state()}; pause and wake it before an update")
+            self._decoder.version = None
+            self._update = "begun"
+
+    async def commit(self, version: int, /, *, keep_cache: bool) -> None:
+        """Declare the loaded weights to be `version`."""
+        await self._ask(lambda: self._commit(version, keep_cache=keep_cache), "commit")
+
+    async def sleep(self) -> None:
+        """Free weights and cache; frozen sequences come back aborted."""
+        await self._ask(self._sleep, "sleep")
+
+    async def wake(self) -> None:
+        """Allocate again."""
+        await self._ask(self._wake, "wake")
+
+    async def close(self) -> None:
+        """Stop the thread; requests in flight fail with `StateError`."""
+        if self._thread.is_alive() and not self._closing and self._error is None:
+            await self._ask(self._close, "close")
+        self._fail_all(StateError(f"replica {self._replica_id} was closed"))
+
+    # ----------------------------------------------------------------------------------------------- loop side
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Refuse what can never be served, or not now."""
+        self._raise_if_dead()
+        if not self._accepts:
+            why = "it sleeps" if self._sleeping is not None else "no weights committed yet"
+            raise StateError(f"replica {self._replica_id} cannot generate: {why}; sync the weights first")
+        length, new = len(request.prompt_ids), request.sampling.max_tokens
+        if length + new > self._settings.max_model_len:
+            raise DataError(
+                f"request {request.request_id!r} does not fit: {length} prompt tokens + max_tokens {new} > "
+                f"max_model_len {self._settings.max_model_len}; shorten the prompt or lower max_tokens"
+            )
+        if not 0 <= request.resumed_tokens < length:
+            raise DataError(
+                f"request {request.request_id!r} has {length} prompt tokens, {request.resumed_tokens} of them resumed; "
+                "at least one other is needed"
+            )
+        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        if low < 0 or high >= self._shape.vocab_size:
+            raise DataError(
+                f"request {request.request_id!r} has token ids {low}..{high}, the model's are 0.."
+                f"{self._shape.vocab_size - 1}; is this the model's tokenizer?"
+            )
+        if request.request_id in self._request_ids:
+            raise DataError(f"request id {request.request_id!r} is in flight already; ids must be unique")
+
+    def _post(self, ticket: int, command: Callable[[], None]) -> asyncio.Future[object]:
+        """Return a future for what the compute thread will say to `ticket`."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._futures:
+                raise StateError("an engine belongs to one event loop; close it before another one uses it")
+            self._loop = loop
+        future: asyncio.Future[object] = loop.create_future()
+        self._futures[ticket] = future
+        self._send(command)
+        return future
+
+    def _send(self, command: Callable[[], None]) -> None:
+        """Send `command` together with all others of this tick."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_all)
+        self._unsent.append(command)
+
+    def _send_all(self) -> None:
+        with self._changed:
+            self._inbox.extend(self._unsent)
+            self._unsent.clear()
+            self._changed.notify()
+        if self._error is not None:
+            self._fail_all(self._error)
+
+    async def _ask(self, command: Callable[[], None], name: str) -> None:
+        """Run `command` on the compute thread; raise what it raises."""
+        self._raise_if_dead()
+        ticket = next(self._tickets)
+
+        def run() -> None:
+            try:
+                command()
+            except VerlError as exc:
+                self._outbox.append((ticket, exc))
+            else:
+                self._outbox.append((ticket, None))
+
+        await bounded(
+            self._post(ticket, run),
+            subject=name,
+            holder=self._replica_id,
+            deadline=Deadline.after(self._clock, _CONTROL_LIMIT_S),
+            clock=self._clock,
+        )
+
+    def _deliver(self, answers: list[tuple[int, object]]) -> None:
+        for ticket, value in answers:
+            future = self._futures.pop(ticket, None)
+            if future is None or future.done():
+                continue
+            if isinstance(value, Exception):
+                future.set_exception(value)
+            else:
+                future.set_result(value)
+
+    def _fail_all(self, error: Exception) -> None:
+        self._deliver([(ticket, error) for ticket in list(self._futures)])
+
+    def _raise_if_dead(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closing:
+            raise StateError(f"replica {self._replica_id} was closed")
+
+    def _state(self) -> ReplicaState:
+        if self._error is not None or self._closing:
+            return DEAD
+        if self._sleeping is not None:
+            return ASLEEP
+        if self._decoder.version is None:
+            return INVALID
+        return SERVING if self._gate == "open" else PAUSED
+
+    def _require_update(self) -> None:
+        if self._update == "none":
+            raise StateError(f"replica {self._replica_id} expects no weights; call begin_update first")
+
+    def _set_loaded(self, complete: bool) -> None:
+        self._update = "loaded" if complete else "begun"
+
+    # -------------------------------------------------------------------------------------------- compute side
+
+    def _run(self) -> None:
+        try:
+            if self._settings.deterministic:
+                torch.set_num_threads(1)
+            with torch.inference_mode():
+                while not self._closing:
+                    for command in self._take():
+                        command()
+                    self._iterate()
+                    self._flush()
+        except Exception as exc:
+            self._die(exc)
+
+    def _take(self) -> list[Callable[[], None]]:
+        """Return the commands that came in; wait for one while there is nothing to decode."""
+        with self._changed:
+            if not self._inbox and not self._has_work():
+                self._changed.wait(_IDLE_S)
+            commands, self._inbox = self._inbox, []
+        return commands
+
+    def _has_work(self) -> bool:
+        if self._gate == "closed":
+            return False
+        return bool(self._decoder.active) or (self._gate == "open" and bool(self._decoder.waiting))
+
+    def _iterate(self) -> None:
+        if self._gate == "open":
+            self._give(self._decoder.admit())
+        if self._gate != "closed" and self._decoder.active:
+            self._give(self._decoder.step())
+        if self._gate == "draining" and not self._decoder.active:
+            self._shut()
+
+    def _flush(self) -> None:
+        """Hand all answers to the loop at once."""
+        if self._outbox and self._loop is not None:
+            answers, self._outbox = self._outbox, []
+            self._loop.call_soon_threadsafe(self._deliver, answers)
+
+    def _die(self, exc: Exception) -> None:
+        _log.error("replica %s died: %s: %s", self._replica_id, type(exc).__name__, exc)
+        with self._changed:
+            self._error = exc
+        self._flush()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail_all, exc)
+
+    def _give(self, results: list[Result]) -> None:
+        self._outbox.extend((result.job.ticket, result.value) for result in results)
+
+    def _submit(self, job: Job) -> None:
+        if self._gate == "open" and self._decoder.version is None:
+            self._outbox.append((job.ticket, self._invalid()))
+        else:
+            self._decoder.submit(job)
+
+    def _drop(self, job: Job) -> None:
+        self._decoder.abort(lambda other: other is job, reason="given up by its caller")
+
+    def _pause(self, mode: PauseMode, ticket: int) -> None:
+        self._pausers.append(ticket)
+        if mode == "abort":
+            self._give(self._decoder.abort(lambda _: True, reason="paused", queued=False))
+        if mode == "keep" or not self._decoder.active or self._gate == "closed":
+            self._shut()
+        else:
+            self._gate = "draining"
+
+    def _shut(self) -> None:
+        self._gate = "closed"
+        self._outbox.extend((ticket, None) for ticket in self._pausers)
+        self._pausers.clear()
+
+    def _resume(self) -> None:
+        if self._sleeping is not None:
+            raise StateError(f"replica {self._replica_id} is asleep; wake it and sync the weights before it resumes")
+        with self._changed:
+            self._update = "none"
+            self._gate = "open"
+            self._accepts = self._decoder.version is not None
+        if not self._accepts:
+            self._give(self._decoder.abort(lambda _: True, reason="weights were lost", queued=False))
+            self._outbox.extend((job.ticket, self._invalid()) for job in self._decoder.waiting)
+            self._decoder.waiting.clear()
+        early = StateError(f"replica {self._replica_id} was resumed before the pause had taken effect")
+        self._outbox.extend((ticket, early) for ticket in self._pausers)
+        self._pausers.clear()
+
+    def _invalid(self) -> StateError:
+        return StateError(f"replica {self._replica_id} holds no committed weights; sync the weights first")
+
+    def _commit(self, version: int, *, keep_cache: bool) -> None:
+        if self._update != "loaded":
+            found = "no update was begun" if self._update == "none" else "the weights are not loaded completely"
+            raise StateError(f"replica {self._replica_id} cannot commit version {version}: {found}")
+        self._decoder.commit(version, keep_cache=keep_cache)
+        self._update = "none"
+        self._accepts = True
+
+    def _sleep(self) -> None:
+        if self._sleeping is not None:
+            return
+        if self._gate != "closed" or self._update != "none":
+            doing = "in an update" if self._update != "none" else str(self._state())
+            raise StateError(f"replica {self._replica_id} is {doing}; only a paused replica may sleep")
+        self._give(self._decoder.abort(lambda _: True, reason="sleep", queued=False))
+        self._accepts = False
+        self._decoder.version = None
+        self._decoder.release()
+        self._sleeping = release(self._model)
+
+    def _wake(self) -> None:
+        if self._sleeping is None:
+            return
+        allocate(self._model, self._sleeping)
+        self._decoder.allocate()
+        self._sleeping = None
+
+    def _close(self) -> None:
+        self._closing = True
+
+
+if TYPE_CHECKING:
+
+    def _is_engine(x: TorchEngine) -> Engine:
+        return x

@@ -1,0 +1,98 @@
+"""The model without its values: shapes from a Hugging Face folder, parameters empty until a weight sync fills them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from verl_contracts.errors import ConfigError
+from verl_rollout.engine.torch.cache import ATTENTION, KVCache, attend
+
+if TYPE_CHECKING:
+    from verl_contracts.rollout import RolloutSettings
+
+__all__ = ["Shape", "allocate", "build_model", "release"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a KV cache needs to know of a model."""
+
+    layers: int
+    heads: int
+    """Key and value heads."""
+    head_dim: int
+    vocab_size: int
+
+    def build_cache(self, *, slots: int, dtype: torch.dtype, max_length: int) -> KVCache:
+        """Return an empty cache."""
+        return KVCache(
+            layers=self.layers,
+            slots=slots,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            max_length=max_length,
+        )
+
+
+def build_model(settings: RolloutSettings) -> tuple[PreTrainedModel, Shape]:
+    """Return the model of `settings.model_path` with empty parameters, and its shape. Draws no random numbers.
+
+    Raises `ConfigError` for a model whose attention the engine cannot serve.
+    """
+    try:
+        config = AutoConfig.from_pretrained(settings.model_path)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"model_path {settings.model_path!r} is not a folder with a model config: {exc}") from exc
+    window = getattr(config, "sliding_window", None)
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if "sliding_attention" in layer_types and window is not None and window < settings.max_model_len:
+        raise ConfigError(
+            f"the embedded engine has no sliding-window attention: window {window} < max_model_len "
+            f"{settings.max_model_len}; lower max_model_len or take vllm"
+        )
+    if layer_types - {"full_attention", "sliding_attention"}:
+        raise ConfigError(f"the embedded engine serves attention layers only, not {sorted(layer_types)}; take vllm")
+    AttentionInterface.register(ATTENTION, attend)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=getattr(torch, settings.dtype), attn_implementation=ATTENTION
+        )
+    if not isinstance(model, PreTrainedModel) or not model._supports_attention_backend:
+        raise ConfigError(f"{type(model).__name__} does not take an attention of ours; take vllm for this model")
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for module in model.modules():
+        if next(module.buffers(recurse=False), None) is not None:
+            model._init_weights(module)  # type: ignore[no-untyped-call]
+    model.requires_grad_(False).train(mode=False)
+    shape = Shape(
+        layers=config.num_hidden_layers,
+        heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+    )
+    _log.info("built %s with %d parameters, empty", type(model).__name__, model.num_parameters())
+    return model, shape
+
+
+def release(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """Free every parameter's memory; return what `allocate` needs to bring it back."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    return shapes
+
+
+def allocate(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
+    """Give every parameter memory again, with undefined values. Tied parameters stay tied."""
+    with torch.inference_mode(mode=False):
+        for name, parameter in model.named_parameters():
+            parameter.data = torch.empty(shapes[name], dtype=parameter.dtype)
