@@ -112,7 +112,7 @@ def environment(
         session.run(*pip, "hatchling", "editables")
         session.run(*pip, "--no-build-isolation", *editable, *plain)
     else:
-        session.run(*pip, *plain)
+        session.run(*pip, "--no-compile", *plain)
     marker.touch()
     return python
 
