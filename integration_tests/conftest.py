@@ -1,0 +1,9 @@
+"""Makes `driving` and the outside plug-ins importable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "outside")]
