@@ -44,19 +44,24 @@ class FailureChannel:
         self._closed = True
         self._wake()
 
-    async def watch(self) -> AsyncIterator[FailureRecord]:
-        """Yield each record once, oldest first, until `close`."""
-        while True:
-            while self._records:
-                yield self._records.popleft()
-            if self._closed:
-                return
+    async def take(self, limit_s: float) -> list[FailureRecord]:
+        """Return all records there are; wait for the first at most `limit_s`, or until `close`."""
+        if not self._records and not self._closed:
             self._changed.clear()
             try:
-                async with asyncio.timeout(_NAP_S):
+                async with asyncio.timeout(limit_s):
                     await self._changed.wait()
             except TimeoutError:
-                continue
+                return []
+        taken = list(self._records)
+        self._records.clear()
+        return taken
+
+    async def watch(self) -> AsyncIterator[FailureRecord]:
+        """Yield each record once, oldest first, until `close` and all are read."""
+        while self._records or not self._closed:
+            for record in await self.take(_NAP_S):
+                yield record
 
     def _wake(self) -> None:
         try:

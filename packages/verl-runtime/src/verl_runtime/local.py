@@ -18,11 +18,10 @@ from verl_contracts.errors import ActorFailed, StateError
 from verl_contracts.failures import FailureRecord
 from verl_contracts.runtime import ActorContext, ActorRef, DeviceGrant, PayloadRef
 from verl_contracts.waits import bounded
-
 from verl_runtime.failures import FailureChannel
 from verl_runtime.objects import Exited, HostedObject
 from verl_runtime.pools import Free, Pools, check_request, fits, refusal
-from verl_runtime.settings import build_config
+from verl_runtime.settings import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -76,7 +75,7 @@ class LocalRuntime:
     @classmethod
     async def create(cls, settings: RuntimeSettings, /, *, clock: Clock, events: EventSink) -> Self:
         """Return a runtime; there is nothing to start."""
-        return cls(settings, config=build_config(LocalConfig, settings), clock=clock, events=events)
+        return cls(settings, config=read_settings(settings, LocalConfig), clock=clock, events=events)
 
     @property
     def run_id(self) -> str:
@@ -97,7 +96,8 @@ class LocalRuntime:
         nodes = {socket.gethostname(): Free(cpus=cpus - held.cpus, gpus=self._config.num_gpus - held.gpus)}
         if not fits(request, nodes):
             raise refusal(request, nodes, self._pools.holders())
-        key = self._pools.open(request)
+        key = self._pools.next_key(request)
+        self._pools.open(key, request)
         self._events.emit("runtime.placed", {"pool": request.pool, "bundles": len(request.bundles)})
         return DeviceGrant(pool=request.pool, bundles=request.bundles, token=key)
 

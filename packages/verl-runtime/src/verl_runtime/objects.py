@@ -7,14 +7,13 @@ never run two at a time, `async def` methods never leave the event loop, and wha
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib
 import inspect
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, cast
 
 from verl_contracts.errors import PluginError
+from verl_contracts.plugins.finding import find_class, nearest
 from verl_contracts.waits import bounded
 
 if TYPE_CHECKING:
@@ -23,39 +22,13 @@ if TYPE_CHECKING:
     from verl_contracts.clock import Clock, Deadline
     from verl_contracts.runtime import ActorContext, ObjectSpec
 
-__all__ = ["Exited", "HostedObject", "find_class"]
+__all__ = ["Exited", "HostedObject"]
 
 _log = logging.getLogger(__name__)
 
 
 class Exited(Exception):
     """The object asked its process to end, by `sys.exit` or the like; carries the reason in words."""
-
-
-def find_class(path: str, *, where: str) -> type:
-    """Import the class that `path` (``package.module:Outer.Inner``) names, or say which part of it is wrong."""
-    module_name, _, qualname = path.partition(":")
-    if not module_name or not qualname:
-        raise PluginError(f"class path {path!r} (in {where}) must have the form 'package.module:Class'")
-    try:
-        found: object = importlib.import_module(module_name)
-    except ImportError as exc:
-        raise PluginError(f"cannot import module {module_name!r} of class path {path!r} in {where}: {exc}") from exc
-    for part in qualname.split("."):
-        if not hasattr(found, part):
-            raise PluginError(
-                f"{module_name!r} has no {qualname!r} (class path {path!r} in {where}){_nearest(part, found)}"
-            )
-        found = getattr(found, part)
-    if not isinstance(found, type):
-        raise PluginError(f"class path {path!r} in {where} names a {type(found).__name__}, not a class")
-    return found
-
-
-def _nearest(name: str, owner: object) -> str:
-    names = [known for known in dir(owner) if not known.startswith("_")]
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(repr(match) for match in near)}?" if near else ""
 
 
 class HostedObject:
@@ -75,7 +48,7 @@ class HostedObject:
         """Import the class and construct the object; raises what either raised."""
 
         def construct() -> object:
-            return find_class(spec.path, where=self._name)(context=context, **spec.arguments)
+            return find_class(spec.path, key="target", role=self._name)(context=context, **spec.arguments)
 
         self._target = await self._run(construct)
 
@@ -115,9 +88,10 @@ class HostedObject:
         function = None if method.startswith("_") else getattr(self._target, method, None)
         if not callable(function):
             kind = type(self._target)
+            names = [name for name in dir(kind) if not name.startswith("_")]
             raise PluginError(
                 f"{self._name} hosts {kind.__module__}:{kind.__qualname__}, which has no public method "
-                f"{method!r}{_nearest(method, self._target)}"
+                f"{method!r}{nearest(method, names)}"
             )
         return cast("Callable[..., object]", function)
 

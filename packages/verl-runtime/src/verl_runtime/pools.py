@@ -88,11 +88,13 @@ class Pools:
         self._pools: dict[str, _Pool] = {}
         self._count = itertools.count(1)
 
-    def open(self, request: PlacementRequest) -> str:
-        """Note a pool and return its key, which goes into the grant's token."""
-        key = f"{request.pool}#{next(self._count)}"
+    def next_key(self, request: PlacementRequest) -> str:
+        """Return a key that no other pool has; it goes into the grant's token."""
+        return f"{request.pool}#{next(self._count)}"
+
+    def open(self, key: str, request: PlacementRequest) -> None:
+        """Note a pool."""
         self._pools[key] = _Pool(request)
-        return key
 
     def drop(self, key: str) -> bool:
         """Forget a pool; False when it is gone already."""

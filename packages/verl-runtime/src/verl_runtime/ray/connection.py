@@ -1,0 +1,87 @@
+"""One connection to Ray for all the runtimes of a process.
+
+Ray knows one connection a process, so runtimes share it, and only the last one to leave ends it, and only if it was
+opened here: a Ray that somebody else started is left as it was found.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from verl_contracts.errors import ConfigError, ResourcesError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Connection", "require_ray"]
+
+_log = logging.getLogger(__name__)
+
+
+def require_ray() -> None:
+    """Raise `ConfigError` with the fix when Ray is not installed."""
+    try:
+        import ray  # noqa: F401
+    except ImportError as exc:
+        raise ConfigError("the Ray runtime needs Ray: pip install 'verl-runtime[ray]'") from exc
+
+
+class Connection:
+    """A share in this process's connection to Ray. `close` gives it back; the last share to go disconnects."""
+
+    _shares = 0
+    _opened_here = False
+    _started_here = False
+
+    def __init__(self, *, address: str | None, num_cpus: int | None, object_store_mb: int) -> None:
+        require_ray()
+        import ray
+
+        self._open = True
+        if not ray.is_initialized():
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            try:
+                if address is None:
+                    ray.init(
+                        address="local",
+                        num_cpus=num_cpus,
+                        object_store_memory=object_store_mb * 2**20,
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        logging_level=logging.ERROR,
+                    )
+                else:
+                    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, OSError, RuntimeError, ValueError) as exc:
+                where = "start Ray on this machine" if address is None else f"reach Ray at {address!r}"
+                raise ResourcesError(f"could not {where}: {exc}") from exc
+            Connection._opened_here = True
+            Connection._started_here = address is None
+        Connection._shares += 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody but this runtime can hold devices of the cluster."""
+        return Connection._started_here and Connection._shares == 1
+
+    def close(self) -> None:
+        """Give the share back. Harmless when done twice."""
+        if not self._open:
+            return
+        self._open = False
+        Connection._shares -= 1
+        if Connection._shares == 0 and Connection._opened_here:
+            import ray
+
+            Connection._opened_here = Connection._started_here = False
+            ray.shutdown()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

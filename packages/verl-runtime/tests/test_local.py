@@ -1,0 +1,2 @@
+import asyncio
+from __future__ import annotations
