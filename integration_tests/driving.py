@@ -85,5 +85,4 @@ def answer(model_folder: Path, prompt: str, *, tokens: int = 5) -> list[str]:
     with torch.no_grad():
         for _ in range(tokens):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    words: list[str] = tokenizer.convert_ids_to_tokens(ids[start:])
-    return words
+    return [tokenizer.decode([token]) for token in ids[start:]]

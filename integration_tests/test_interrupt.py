@@ -51,7 +51,7 @@ def mark(tmp_path: Path) -> Iterator[str]:
 def test_nothing_is_left_behind(
     number: signal.Signals, limit_s: float, runtime: str, mark: str, tmp_path: Path
 ) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     out = tmp_path / "run"
     log = (tmp_path / "output").open("wb")
     process = subprocess.Popen(
@@ -70,7 +70,7 @@ def test_nothing_is_left_behind(
         assert process.returncode == 130, (tmp_path / "output").read_text()
     assert until(lambda: not processes(mark), limit_s), processes(mark)
 
-    def segments() -> set[str]:
-        return {name for name in set(os.listdir("/dev/shm")) - before if "verl" in name}
+    def segments() -> set[Path]:
+        return {path for path in set(Path("/dev/shm").iterdir()) - before if "verl" in path.name}
 
     assert until(lambda: not segments(), 5.0), segments()
