@@ -85,4 +85,4 @@ def answer(model_folder: Path, prompt: str, *, tokens: int = 5) -> list[str]:
     with torch.no_grad():
         for _ in range(tokens):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return [tokenizer.decode([token]) for token in ids[start:]]
+    return [str(tokenizer.decode([token])) for token in ids[start:]]
