@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING
 
 from verl_contracts.agents import AgentSettings
 from verl_contracts.clock import Deadline, SystemClock
-from verl_contracts.plugins import families, load_plugin
 from verl_contracts.rollout import RolloutSettings
 from verl_contracts.runtime import Bundle, PlacementRequest, RuntimeSettings
 from verl_contracts.tokens import SamplingParams
-from verl_contracts.training import ScheduleRequest
 from verl_contracts.waits import watch_waits
 from verl_contracts.weights import CheckpointSettings
 from verl_trainers.core.admission import BoundedAdmission
@@ -39,14 +37,14 @@ if TYPE_CHECKING:
     from verl_contracts.runtime import DeviceGrant, ObjectSpec, Runtime
     from verl_contracts.samples import Prompt
     from verl_contracts.tracking import Tracker
-    from verl_contracts.training import DataSource, ModePlan
+    from verl_contracts.training import DataSource
     from verl_contracts.weights import CheckpointEngineManager
-    from verl_trainers.config.schema import RunConfig
+    from verl_trainers.config.load import ResolvedConfig
     from verl_trainers.core.loop import LoopReport
     from verl_trainers.sample_log import SampleLog
     from verl_trainers.workers.group import PolicyWorkerGroup
 
-__all__ = ["RunInputs", "plan_mode", "run_training"]
+__all__ = ["RunInputs", "run_parts"]
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +56,8 @@ STOP_LIMIT_S = 30.0
 class RunInputs:
     """Everything that a run needs and that lives in the driver."""
 
-    config: RunConfig
+    resolved: ResolvedConfig
+    """The configuration, with the classes and the plan that follow from it."""
     device: str
     """``cpu`` or ``cuda``."""
     total_steps: int
@@ -78,36 +77,15 @@ class RunInputs:
     """Writes some samples of each step down; None writes none."""
 
 
-def plan_mode(config: RunConfig, *, device: str) -> ModePlan:
-    """Ask the mode for its plan. Raises ConfigError for what the mode refuses."""
-    mode = load_plugin(families.TRAINER_MODE, config.trainer.mode, key="trainer.mode")()
-    rollout, overlap = config.actor_rollout_ref.rollout, config.async_training
-    sleep = rollout.free_cache_engine
-    if sleep is None and device != "cpu" and config.trainer.mode == "sync":
-        sleep = True
-    return mode.plan(
-        trainer_devices=config.trainer.n_gpus_per_node,
-        rollout_devices=rollout.n_gpus_per_node,
-        request=ScheduleRequest(
-            max_staleness=overlap.max_staleness,
-            sync_every=overlap.sync_every,
-            pause_mode=overlap.pause_mode,
-            sleep_while_training=sleep,
-        ),
-    )
-
-
-async def run_training(inputs: RunInputs) -> LoopReport:
+async def run_parts(inputs: RunInputs) -> LoopReport:
     """Start everything, train, write the final policy, and stop everything.
 
     Raises what the first failing part raised; nothing is left running in any case.
     """
-    config, clock = inputs.config, SystemClock()
+    config, plan, clock = inputs.resolved.config, inputs.resolved.plan, SystemClock()
     start = Deadline.after(clock, config.trainer.start_limit_s)
-    plan = plan_mode(config, device=inputs.device)
     async with AsyncExitStack() as stack:
-        runtime_class = load_plugin(families.RUNTIME, config.runtime, key="runtime")
-        runtime = await runtime_class.create(
+        runtime = await inputs.resolved.plugins.runtime.create(
             RuntimeSettings(
                 run_id=f"{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
                 log_dir=inputs.log_dir,
@@ -119,7 +97,7 @@ async def run_training(inputs: RunInputs) -> LoopReport:
         stack.push_async_callback(_stop, "runtime", runtime.close)
         watchdog = asyncio.create_task(watch_waits(clock=clock))
         stack.push_async_callback(_cancel, watchdog)
-        starter = _Starter(inputs=inputs, plan=plan, runtime=runtime, deadline=start, stack=stack)
+        starter = _Starter(inputs=inputs, runtime=runtime, deadline=start, stack=stack)
         agents, servers, workers, checkpoint = await starter.start()
         inputs.events.emit("run.started", {"seconds": start.limit_s - start.remaining(clock)})
         rollout = config.actor_rollout_ref.rollout
@@ -167,13 +145,13 @@ class _Starter:
     """Starts the parts in the order that they need each other; slow ones side by side."""
 
     inputs: RunInputs
-    plan: ModePlan
     runtime: Runtime
     deadline: Deadline
     stack: AsyncExitStack
 
     async def start(self) -> tuple[AgentLoopManager, LLMServerManager, PolicyWorkerGroup, CheckpointEngineManager]:
-        placement, config = self.plan.placement, self.inputs.config
+        resolved = self.inputs.resolved
+        placement, config = resolved.plan.placement, resolved.config
         bundle = Bundle(cpus=1.0, gpus=1.0 if self.inputs.device == "cuda" else 0.0)
         trainer = await self.runtime.place(
             PlacementRequest(pool="trainer", bundles=(bundle,) * placement.trainer_devices), deadline=self.deadline
@@ -193,16 +171,11 @@ class _Starter:
         agents = await self._agents(servers)
         rollout = config.actor_rollout_ref.rollout
         engine = rollout.checkpoint_engine
-        checkpoint_class = load_plugin(
-            families.CHECKPOINT_MANAGER,
-            rollout.checkpoint_manager_class or "default",
-            key=families.CHECKPOINT_MANAGER.key,
-        )
-        checkpoint = await checkpoint_class.create(
+        checkpoint = await resolved.plugins.checkpoint_manager.create(
             CheckpointSettings(
                 backend=engine.backend,
                 bucket_bytes=engine.update_weights_bucket_megabytes * 1024 * 1024,
-                pause_mode=self.plan.schedule.pause_mode,
+                pause_mode=resolved.plan.schedule.pause_mode,
                 phase_limit_s=engine.phase_limit_s,
                 min_healthy=engine.min_healthy,
                 options=engine.engine_kwargs,
@@ -216,18 +189,13 @@ class _Starter:
         return agents, servers, workers, checkpoint
 
     async def _servers(self, grant: DeviceGrant | None) -> LLMServerManager:
-        config = self.inputs.config
-        rollout = config.actor_rollout_ref.rollout
-        manager_class = load_plugin(
-            families.LLM_SERVER_MANAGER,
-            rollout.llm_server_manager_class or "default",
-            key=families.LLM_SERVER_MANAGER.key,
-        )
-        servers = await manager_class.create(
+        resolved = self.inputs.resolved
+        config, rollout = resolved.config, resolved.config.actor_rollout_ref.rollout
+        servers = await resolved.plugins.llm_server_manager.create(
             RolloutSettings(
                 model_path=config.actor_rollout_ref.model.path,
                 engine=rollout.name,
-                num_replicas=max(1, self.plan.placement.standalone_devices // rollout.tensor_model_parallel_size),
+                num_replicas=max(1, resolved.plan.placement.standalone_devices // rollout.tensor_model_parallel_size),
                 devices_per_replica=rollout.tensor_model_parallel_size,
                 dtype=rollout.dtype,
                 max_model_len=rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
@@ -254,7 +222,7 @@ class _Starter:
         workers = await PolicyWorkerGroup.create(
             runtime=self.runtime,
             grant=grant,
-            config=self.inputs.config,
+            config=self.inputs.resolved.config,
             total_steps=self.inputs.total_steps,
             deadline=self.deadline,
         )
@@ -262,14 +230,9 @@ class _Starter:
         return workers
 
     async def _agents(self, servers: LLMServerManager) -> AgentLoopManager:
-        config = self.inputs.config
+        config = self.inputs.resolved.config
         agent = config.actor_rollout_ref.rollout.agent
-        manager_class = load_plugin(
-            families.AGENT_LOOP_MANAGER,
-            agent.agent_loop_manager_class or "default",
-            key=families.AGENT_LOOP_MANAGER.key,
-        )
-        agents = await manager_class.create(
+        agents = await self.inputs.resolved.plugins.agent_loop_manager.create(
             AgentSettings(
                 num_workers=agent.num_workers,
                 loop=agent.default_agent_loop,
@@ -290,7 +253,7 @@ class _Starter:
 
 def _sampling(inputs: RunInputs, temperature: float, top_p: float, top_k: int | None) -> SamplingParams:
     return SamplingParams(
-        max_tokens=inputs.config.data.max_response_length,
+        max_tokens=inputs.resolved.config.data.max_response_length,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
@@ -299,13 +262,13 @@ def _sampling(inputs: RunInputs, temperature: float, top_p: float, top_k: int | 
 
 
 def _validator(inputs: RunInputs, agents: AgentLoopManager) -> Validator:
-    how = inputs.config.actor_rollout_ref.rollout.val_kwargs
+    how = inputs.resolved.config.actor_rollout_ref.rollout.val_kwargs
     return Validator(
         prompts=inputs.validation,
         agents=agents,
         n=how.n,
         sampling=_sampling(inputs, how.temperature, how.top_p, how.top_k),
-        limit_s=inputs.config.trainer.wait_limit_s,
+        limit_s=inputs.resolved.config.trainer.wait_limit_s,
         clock=SystemClock(),
         events=inputs.events,
     )
