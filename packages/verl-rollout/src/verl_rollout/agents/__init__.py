@@ -1,0 +1,1 @@
+"""Agent loops, the workers that play them, and the manager that owns the workers."""
