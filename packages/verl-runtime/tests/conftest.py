@@ -1,0 +1,19 @@
+"""One Ray cluster for the modules that need one, started once and given back in the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    pytest.importorskip("ray", reason="the tests of RayRuntime need ray: pip install 'verl-runtime[ray]'")
+    from verl_runtime.ray.connection import Connection
+
+    with Connection(address=None, num_cpus=2, object_store_mb=256):
+        yield

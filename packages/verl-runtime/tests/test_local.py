@@ -1,2 +1,0 @@
-import asyncio
-from __future__ import annotations
