@@ -111,8 +111,9 @@ def _keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 
 def _has_timeout(call: ast.Call) -> bool:
-    value = _keyword(call, "timeout")
-    return (value is not None and not _is_none(value)) or any(keyword.arg is None for keyword in call.keywords)
+    """Whether a limit is given by keyword; it may be in ``**options``, which is believed."""
+    values = [keyword.value for keyword in call.keywords if keyword.arg in (None, "timeout", "deadline")]
+    return any(not _is_none(value) for value in values)
 
 
 def _is_false(node: ast.expr | None) -> bool:
@@ -230,7 +231,7 @@ class _Visitor(ast.NodeVisitor):
             given = position is not None and len(node.args) >= position and not _is_none(node.args[position - 1])
             if not given and not _has_timeout(node):
                 self._refuse(node, shown)
-        elif full_name == "asyncio.gather":
+        elif full_name in ("asyncio.gather", "asyncio.shield"):
             # Coroutines made in place are read where they are defined; futures and tasks come from anywhere.
             arguments = [argument.value if isinstance(argument, ast.Starred) else argument for argument in node.args]
             if any(isinstance(argument, ast.Name | ast.Attribute | ast.Subscript) for argument in arguments):
