@@ -173,6 +173,12 @@ def imports(session: nox.Session) -> None:
     session.run(command, "--no-logo", ".importlinter", ".importlinter-runtime", env=env)
 
 
+@nox.session
+def surface(session: nox.Session) -> None:
+    """No member of a contract changed unseen: the snapshot in contracts/surface.txt agrees."""
+    session.run(checks(session), "tools/surface.py", *session.posargs)
+
+
 def typecheck(session: nox.Session, package: Package) -> None:
     """Mypy strict on its source and its tests."""
     paths = [path for path in (f"{package.folder}/src", f"{package.folder}/tests") if (ROOT / path).exists()]
@@ -182,7 +188,9 @@ def typecheck(session: nox.Session, package: Package) -> None:
 @nox.session(name="typecheck-tools")
 def typecheck_tools(session: nox.Session) -> None:
     """Mypy strict on the noxfile, the tools and the integration tests."""
-    session.run(full(session), "-m", "mypy", "noxfile.py", "tools", "integration_tests")
+    python = full(session)
+    session.run(python, "-m", "mypy", "noxfile.py", "tools")
+    session.run(python, "-m", "mypy", "integration_tests")
 
 
 def tests(session: nox.Session, package: Package) -> None:
@@ -260,6 +268,7 @@ generate(isolated)
 nox.options.sessions = [
     "lint",
     "imports",
+    "surface",
     "typecheck-tools",
     *(f"typecheck-{package.name}" for package in PACKAGES),
     *(f"isolated-{package.name}" for package in PACKAGES),
