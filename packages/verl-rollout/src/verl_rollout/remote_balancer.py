@@ -10,9 +10,8 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from verl_contracts.clock import Deadline
-from verl_contracts.errors import StateError, WaitTimeout
+from verl_contracts.errors import StateError
 from verl_contracts.rollout import ABORTED, BalancerRow, Lease, LoadBalancer
-from verl_contracts.waits import bounded
 from verl_rollout.addresses import ReplicaAddress, answer, answers
 from verl_rollout.balancer import LeastLoadedBalancer
 
@@ -29,6 +28,8 @@ T = TypeVar("T")
 
 _CALL_LIMIT_S = 30.0
 """Longest that a call may take which only changes counts."""
+_GRACE_S = 5.0
+"""How long after its limit the answer of a call that waits may come."""
 
 
 class ReplicaDirectory(LoadBalancer, Protocol):
@@ -63,9 +64,9 @@ class BalancerActor:
         """Let a replica serve."""
         await self._balancer.add(replica, capacity=capacity)
 
-    async def drain(self, replica: str, deadline: Deadline) -> None:
-        """Wait until a replica has nothing in flight."""
-        await self._balancer.drain(replica, deadline=deadline)
+    async def drain(self, replica: str, wait_s: float) -> None:
+        """Wait until a replica has nothing in flight, within `wait_s`."""
+        await self._balancer.drain(replica, deadline=Deadline.after(self._clock, wait_s))
 
     async def remove(self, replica: str) -> None:
         """Let a replica serve no more."""
@@ -95,8 +96,8 @@ class BalancerActor:
 class RemoteBalancer:
     """A `BalancerActor` seen from another process.
 
-    A grant may be on its way when its caller gives up. So the remote call is never cut: it goes on for a moment, and
-    leases that arrive for nobody are given back.
+    A grant may be on its way when its caller is cancelled. So the remote call is never cut: it goes on, and leases that
+    arrive for nobody are given back.
     """
 
     def __init__(self, *, caller: Caller, clock: Clock, actor: ActorRef) -> None:
@@ -111,21 +112,13 @@ class RemoteBalancer:
             raise ValueError(f"as many keys as leases expected: n is {n}, {len(keys)} keys")
         granting = self._background(self._granted(tuple(keys), deadline))
         try:
-            return await bounded(
-                asyncio.shield(granting),
-                subject=f"{n} leases",
-                holder=self._actor.name,
-                deadline=deadline,
-                clock=self._clock,
-            )
-        except (asyncio.CancelledError, WaitTimeout):
+            return await asyncio.shield(granting)
+        except asyncio.CancelledError:
             granting.add_done_callback(self._return_unseen)
             raise
 
     async def _granted(self, keys: tuple[str | None, ...], deadline: Deadline) -> tuple[Lease, ...]:
-        wait_s = deadline.remaining(self._clock)
-        limit = Deadline(at=deadline.at + _CALL_LIMIT_S, limit_s=deadline.limit_s + _CALL_LIMIT_S)
-        granted = await self._caller.call(self._actor, "acquire", {"keys": keys, "wait_s": wait_s}, deadline=limit)
+        granted = await self._wait("acquire", deadline, keys=keys)
         return answers(granted, Lease, method="BalancerActor.acquire")
 
     def _return_unseen(self, granting: asyncio.Task[tuple[Lease, ...]]) -> None:
@@ -148,7 +141,7 @@ class RemoteBalancer:
 
     async def drain(self, replica: str, /, *, deadline: Deadline) -> None:
         """Return when no lease of it is in flight."""
-        await self._caller.call(self._actor, "drain", {"replica": replica}, deadline=deadline)
+        await self._wait("drain", deadline, replica=replica)
 
     async def remove(self, replica: str, /) -> None:
         """Let a replica serve no more."""
@@ -169,6 +162,12 @@ class RemoteBalancer:
     async def locate(self, replica: str, /) -> ReplicaAddress:
         """Return where a replica lives."""
         return answer(await self._call("locate", replica=replica), ReplicaAddress, method="BalancerActor.locate")
+
+    async def _wait(self, method: str, deadline: Deadline, **arguments: object) -> object:
+        """Call what waits by itself, and leave it a moment longer: it knows better what it waited for."""
+        arguments["wait_s"] = deadline.remaining(self._clock)
+        limit = Deadline(at=deadline.at + _GRACE_S, limit_s=deadline.limit_s)
+        return await self._caller.call(self._actor, method, arguments, deadline=limit)
 
     async def _call(self, method: str, **arguments: object) -> object:
         deadline = Deadline.after(self._clock, _CALL_LIMIT_S)
