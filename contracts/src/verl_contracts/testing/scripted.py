@@ -1,0 +1,423 @@
+"""A replica without a model: it answers from a script, token by token on its clock, and fails when told to.
+
+For tests of balancers, clients, managers and loops. `ReplicaSuite` certifies it, so what holds with it holds with any
+replica that passes. Its weights are versions only; `ScriptedSenderHost` is the sender that fits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from verl_contracts.errors import ActorFailed, StateError
+from verl_contracts.failures import FailureRecord
+from verl_contracts.rollout import ASLEEP, DEAD, INVALID, PAUSED, SERVING, ReplicaStatus
+from verl_contracts.tokens import SAMPLED, AbortedCompletion, Completion, VersionSpan
+from verl_contracts.waits import bounded
+from verl_contracts.weights import EndpointInfo, Manifest, Plan, TensorMeta, TransferReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from verl_contracts.clock import Clock, Deadline
+    from verl_contracts.rollout import PauseMode, Replica, ReplicaState, SupportsSleep
+    from verl_contracts.tokens import GenerationRequest
+    from verl_contracts.weights import WeightReceiverHost, WeightSenderHost
+
+__all__ = ["Script", "ScriptedReceiverHost", "ScriptedReplica", "ScriptedSenderHost", "default_answer"]
+
+
+def default_answer(prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return 3 to 7 ids that depend on the prompt only."""
+    seed = sum(prompt_ids)
+    return tuple((seed + 7 * i) % 50 + 1 for i in range(3 + seed % 5))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """How a `ScriptedReplica` behaves."""
+
+    answer: Callable[[tuple[int, ...]], tuple[int, ...]] = default_answer
+    """Prompt → the whole answer. A longer one than `max_tokens` is cut and ends by length."""
+    seconds_per_token: float = 0.01
+    failures: Mapping[int, Exception] = field(default_factory=dict)
+    """Number of a request, from 1 → what it raises."""
+    dies_at: int | None = None
+    """Number of the request with which the replica dies; None when it lives."""
+
+
+@dataclass(slots=True)
+class _Running:
+    request: GenerationRequest
+    kv_version: int
+    tokens: list[int] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ScriptedReplica:
+    """A `Replica` that `SupportsSleep`."""
+
+    def __init__(self, replica_id: str, *, clock: Clock, capacity: int = 4, script: Script | None = None) -> None:
+        self._id = replica_id
+        self._clock = clock
+        self._capacity = capacity
+        self._script = script or Script()
+        self._host = ScriptedReceiverHost(self, clock)
+        self._version: int | None = None
+        self._paused: PauseMode | None = None
+        self._asleep = False
+        self._dead: FailureRecord | None = None
+        self._running: dict[str, _Running] = {}
+        self._waiting = 0
+        self._tokens = 0
+        self._changed = asyncio.Event()
+        self.requests: list[GenerationRequest] = []
+        """Every request that arrived, in order."""
+
+    @property
+    def replica_id(self) -> str:
+        """The id it was made with."""
+        return self._id
+
+    @property
+    def capacity(self) -> int:
+        """Sequences at once."""
+        return self._capacity
+
+    @property
+    def receiver_host(self) -> ScriptedReceiverHost:
+        """Its receivers; `faults` of it are for tests."""
+        return self._host
+
+    async def generate(self, request: GenerationRequest, /, *, deadline: Deadline) -> Completion | AbortedCompletion:
+        """Answer from the script."""
+        self.requests.append(request)
+        number = len(self.requests)
+        if self._script.dies_at is not None and number >= self._script.dies_at:
+            self.die("scripted death")
+        self._check_alive()
+        if number in self._script.failures:
+            raise self._script.failures[number]
+        self._check_servable(request)
+        return await bounded(
+            self._serve(request),
+            subject=f"request {request.request_id}",
+            holder=self._id,
+            deadline=deadline,
+            clock=self._clock,
+        )
+
+    async def _serve(self, request: GenerationRequest) -> Completion | AbortedCompletion:
+        self._waiting += 1
+        try:
+            await self._until(lambda: self._paused is None and len(self._running) < self._capacity)
+        finally:
+            self._waiting -= 1
+        running = _Running(request=request, kv_version=self._check_servable(request))
+        self._running[request.request_id] = running
+        try:
+            return await self._decode(running)
+        finally:
+            del self._running[request.request_id]
+            self._notify()
+
+    async def _decode(self, running: _Running) -> Completion | AbortedCompletion:
+        request = running.request
+        original = request.prompt_ids[: len(request.prompt_ids) - request.resumed_tokens]
+        answer = self._script.answer(original)[request.resumed_tokens :]
+        wanted = answer[: request.sampling.max_tokens]
+        while len(running.tokens) < len(wanted):
+            await self._until(lambda: running.aborted.is_set() or self._paused != "keep")
+            await self._token_time(running)
+            if running.aborted.is_set():
+                return AbortedCompletion(
+                    request_id=request.request_id,
+                    token_ids=tuple(running.tokens),
+                    logprobs=_logprobs(request, len(running.tokens)),
+                    spans=tuple(running.spans),
+                    logprob_kind=SAMPLED,
+                    replica=self._id,
+                    reason="aborted",
+                )
+            if self._paused != "keep":
+                self._append(running, wanted[len(running.tokens)])
+        return Completion(
+            request_id=request.request_id,
+            token_ids=tuple(running.tokens),
+            logprobs=_logprobs(request, len(running.tokens)),
+            spans=tuple(running.spans),
+            finish_reason="stop" if len(wanted) == len(answer) else "length",
+            logprob_kind=SAMPLED,
+            replica=self._id,
+        )
+
+    async def _token_time(self, running: _Running) -> None:
+        """Return after the time that one token takes, or as soon as the request is aborted."""
+        if self._script.seconds_per_token <= 0:
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(self._script.seconds_per_token):
+                await running.aborted.wait()
+        except TimeoutError:  # the token is ready
+            self._check_alive()
+
+    def _append(self, running: _Running, token: int) -> None:
+        version = self._check_servable(running.request)
+        position = len(running.tokens)
+        last = running.spans[-1] if running.spans else None
+        if last is not None and (last.version, last.kv_version) == (version, running.kv_version):
+            running.spans.pop()
+            position = last.start
+        running.tokens.append(token)
+        self._tokens += 1
+        running.spans.append(
+            VersionSpan(version=version, kv_version=running.kv_version, start=position, end=len(running.tokens))
+        )
+
+    async def abort(self, request_ids: Sequence[str] | None, /, *, deadline: Deadline) -> None:
+        """Cut running requests."""
+        self._check_alive()
+        for name, running in self._running.items():
+            if request_ids is None or name in request_ids:
+                running.aborted.set()
+        self._notify()
+
+    async def pause(self, mode: PauseMode, /, *, deadline: Deadline) -> None:
+        """Stop decoding; under `keep` running requests stay where they are."""
+        self._check_alive()
+        self._paused = mode
+        if mode == "keep":
+            return
+        if mode == "abort":
+            await self.abort(None, deadline=deadline)
+        await bounded(
+            self._until(lambda: not self._running),
+            subject=f"pause of {self._id}",
+            holder=lambda: ", ".join(self._running),
+            deadline=deadline,
+            clock=self._clock,
+        )
+
+    async def resume(self, *, deadline: Deadline) -> None:
+        """Go on."""
+        self._check_alive()
+        if self._asleep:
+            raise StateError(f"{self._id} is asleep: wake it first")
+        self._paused = None
+        self._notify()
+
+    async def status(self, *, deadline: Deadline) -> ReplicaStatus:
+        """Return the present status."""
+        return ReplicaStatus(
+            replica=self._id,
+            state=self._state(),
+            version=self._version,
+            running=len(self._running),
+            waiting=self._waiting,
+            generated_tokens=self._tokens,
+        )
+
+    def _state(self) -> ReplicaState:
+        if self._dead is not None:
+            return DEAD
+        if self._asleep:
+            return ASLEEP
+        if self._version is None:
+            return INVALID
+        return PAUSED if self._paused is not None else SERVING
+
+    async def sleep(self, *, deadline: Deadline) -> None:
+        """Forget the weights."""
+        self._check_alive()
+        if self._asleep:
+            return
+        if self._paused is None:
+            raise StateError(f"{self._id} decodes: pause it before it sleeps")
+        self._asleep = True
+        self._version = None
+
+    async def wake(self, *, deadline: Deadline) -> None:
+        """Be awake, without weights."""
+        self._check_alive()
+        self._asleep = False
+
+    def die(self, cause: str) -> None:
+        """Be dead from now on: every call raises `ActorFailed`, those under way too."""
+        if self._dead is None:
+            self._dead = FailureRecord(role="replica", rank=0, node="localhost", cause=f"{self._id}: {cause}")
+            self._notify()
+
+    def invalidate(self) -> None:
+        """Hold mixed weights, as after the start of a transfer."""
+        self._check_alive()
+        self._version = None
+
+    def commit(self, version: int, *, keep_cache: bool) -> None:
+        """Hold the weights of `version`."""
+        self._check_alive()
+        self._version = version
+        if not keep_cache:
+            for running in self._running.values():
+                running.kv_version = version
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise ActorFailed(self._dead)
+
+    def _check_servable(self, request: GenerationRequest) -> int:
+        self._check_alive()
+        if self._version is None:
+            raise StateError(f"{self._id} holds no committed weights: sync it first")
+        if self._version < request.min_version:
+            raise StateError(f"{self._id} holds version {self._version}, the request wants {request.min_version}")
+        return self._version
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for `condition`. Callers bound it."""
+        while not condition():
+            self._check_alive()
+            await self._changed.wait()  # wait: bounded by every caller
+        self._check_alive()
+
+
+def _logprobs(request: GenerationRequest, count: int) -> tuple[float, ...]:
+    return tuple(-0.1 - 0.01 * (request.resumed_tokens + position) for position in range(count))
+
+
+_TENSORS = ("embed", "layer", "head")
+
+
+def _digests(version: int) -> dict[str, int]:
+    return {
+        name: int.from_bytes(hashlib.blake2b(f"{name} {version}".encode(), digest_size=8).digest(), "big")
+        for name in _TENSORS
+    }
+
+
+def _report(owner: str, plan: Plan) -> TransferReport:
+    return TransferReport(
+        owner=owner,
+        rank=0,
+        tensors=len(_TENSORS),
+        num_bytes=plan.manifest.num_bytes,
+        seconds=0.0,
+        digests=_digests(plan.version),
+    )
+
+
+@dataclass(slots=True)
+class _Host:
+    """What both hosts do alike: raise the fault of a phase, and take time."""
+
+    clock: Clock
+    seconds: float = 0.0
+    """How long each transfer takes."""
+    faults: dict[str, Exception] = field(default_factory=dict)
+    """Method name → what it raises; tests change it while running."""
+    calls: list[str] = field(default_factory=list)
+    """Method names, in order of calls."""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def enter(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.faults:
+            raise self.faults[name]
+
+    async def pass_time(self) -> None:
+        if self.seconds > 0:
+            try:
+                async with asyncio.timeout(self.seconds):
+                    await self.aborted.wait()
+            except TimeoutError:  # the transfer is over
+                return
+
+
+class ScriptedReceiverHost(_Host):
+    """The receivers of one `ScriptedReplica`. It receives whatever version the plan names."""
+
+    def __init__(self, replica: ScriptedReplica, clock: Clock) -> None:
+        super().__init__(clock)
+        self._replica = replica
+
+    async def prepare(self, manifest: Manifest, /, *, session: str, deadline: Deadline) -> Sequence[EndpointInfo]:
+        """Name one endpoint."""
+        self.enter("prepare")
+        self.aborted.clear()
+        return (EndpointInfo(owner=self._replica.replica_id, rank=0, node="memory", address={"session": session}),)
+
+    async def transfer(self, plan: Plan, /, *, deadline: Deadline) -> Sequence[TransferReport]:
+        """Make the replica invalid, and report what a real transfer would have."""
+        self._replica.invalidate()
+        self.enter("transfer")
+        await self.pass_time()
+        if self.aborted.is_set():
+            raise StateError("the transfer was aborted")
+        return (_report(self._replica.replica_id, plan),)
+
+    async def commit(self, version: int, /, *, keep_cache: bool, deadline: Deadline) -> None:
+        """Make `version` the replica's."""
+        self.enter("commit")
+        self._replica.commit(version, keep_cache=keep_cache)
+
+    async def abort(self, reason: str, /, *, deadline: Deadline) -> None:
+        """End a transfer under way."""
+        self.enter("abort")
+        self.aborted.set()
+
+    async def close(self, *, deadline: Deadline) -> None:
+        """Do nothing."""
+        self.enter("close")
+
+
+class ScriptedSenderHost(_Host):
+    """A trainer without weights: three tensors whose digests depend on the version."""
+
+    async def prepare(
+        self, version: int, /, *, session: str, deadline: Deadline
+    ) -> tuple[Manifest, Sequence[EndpointInfo]]:
+        """Describe the tensors."""
+        self.enter("prepare")
+        self.aborted.clear()
+        tensors = tuple(TensorMeta(name=name, shape=(4,), dtype="float32") for name in _TENSORS)
+        manifest = Manifest(version=version, tensors=tensors, num_bytes=16 * len(tensors))
+        return manifest, (EndpointInfo(owner="trainer", rank=0, node="memory", address={"session": session}),)
+
+    async def transfer(self, plan: Plan, /, *, deadline: Deadline) -> Sequence[TransferReport]:
+        """Report what a real transfer would have."""
+        self.enter("transfer")
+        await self.pass_time()
+        if self.aborted.is_set():
+            raise StateError("the transfer was aborted")
+        return (_report("trainer", plan),)
+
+    async def abort(self, reason: str, /, *, deadline: Deadline) -> None:
+        """End a transfer under way."""
+        self.enter("abort")
+        self.aborted.set()
+
+    async def close(self, *, deadline: Deadline) -> None:
+        """Do nothing."""
+        self.enter("close")
+
+
+if TYPE_CHECKING:
+
+    def _is_replica(x: ScriptedReplica) -> Replica:
+        return x
+
+    def _sleeps(x: ScriptedReplica) -> SupportsSleep:
+        return x
+
+    def _is_receiver_host(x: ScriptedReceiverHost) -> WeightReceiverHost:
+        return x
+
+    def _is_sender_host(x: ScriptedSenderHost) -> WeightSenderHost:
+        return x
