@@ -136,9 +136,8 @@ class _Stream:
         self._joined = False
         self._over = False
         self._ended = False
-        self._payload_bytes = 0
-        self._pieces: tuple[torch.Tensor, PayloadHasher, int] | None = None
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._pieces: tuple[PayloadHasher, int] | None = None
+        self._scratch = bytearray()
         self.tensors = 0
         self.num_bytes = 0
         self.digests: dict[str, int] = {}
@@ -156,7 +155,6 @@ class _Stream:
         geometry = segment.attach()
         if geometry.readers != len(self._plan.receivers):
             raise self.error(f"the ring is for {geometry.readers} readers, the plan for {len(self._plan.receivers)}")
-        self._payload_bytes = geometry.payload_bytes
 
     def items(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """Yield each tensor as a view of the ring, valid until the next; check everything on the way."""
@@ -164,17 +162,18 @@ class _Stream:
         sequence = 0
         while True:
             self._wait(lambda: segment.head > sequence)  # noqa: B023 - polled before `sequence` changes
-            found, kind, table, payload_bytes = segment.read_frame(sequence)
-            if found != sequence:
-                raise self.error(f"frame {found} lies where frame {sequence} was expected")
-            if kind == END_FRAME:
-                self._check_end(table)
+            frame = segment.read_frame(sequence)
+            if frame.sequence != sequence:
+                raise self.error(f"frame {frame.sequence} lies where frame {sequence} was expected")
+            if frame.kind == END_FRAME:
+                self._check_end(frame.table)
                 return
-            if kind != DATA_FRAME or payload_bytes > self._payload_bytes:
-                raise self.error(f"frame {sequence} is of kind {kind} with {payload_bytes} bytes of payload")
-            at = segment.payload_at(sequence)
-            for record in decode_table(table):
-                yield from self._take(segment, record, at)
+            if frame.kind != DATA_FRAME:
+                raise self.error(f"frame {sequence} is of unknown kind {frame.kind}")
+            for record in decode_table(frame.table):
+                if record.at + record.num_bytes > frame.payload_bytes:
+                    raise self.error(f"{record} points past the {frame.payload_bytes} bytes of frame {sequence}")
+                yield from self._take(segment, record, frame.payload_at)
             sequence += 1
             segment.set_cursor(self._reader, sequence)
 
@@ -227,25 +226,24 @@ class _Stream:
         meta = self._expect(record)
         dtype = _dtype(meta)
         start = payload_at + record.at
-        piece = segment.tensor[start : start + record.num_bytes]
+        piece = segment.bytes[start : start + record.num_bytes]
         total = math.prod(meta.shape) * dtype.itemsize
         if record.num_bytes == total:
-            hasher, whole = payload_hasher(), piece
-            hasher.update(segment.bytes[start : start + record.num_bytes])
+            hasher, whole = payload_hasher(), segment.tensor[start : start + total]
+            hasher.update(piece)
         else:
-            if self._pieces is None:
-                if self._scratch.numel() < total:
-                    self._scratch = torch.empty(total, dtype=torch.uint8)
-                self._pieces = (self._scratch[:total], payload_hasher(), 0)
-            whole, hasher, done = self._pieces
+            hasher, done = self._pieces or (payload_hasher(), 0)
             if record.offset != done or done + record.num_bytes > total:
                 raise self.error(f"bytes from {record.offset} arrive where {done} of {total} are there")
-            whole[done : done + record.num_bytes].copy_(piece)
-            hasher.update(segment.bytes[start : start + record.num_bytes])
-            self._pieces = (whole, hasher, done + record.num_bytes)
-            if done + record.num_bytes < total:
+            hasher.update(piece)
+            if len(self._scratch) < total:
+                self._scratch = bytearray(total)
+            memoryview(self._scratch)[done : done + record.num_bytes] = piece
+            done += record.num_bytes
+            self._pieces = (hasher, done) if done < total else None
+            if done < total:
                 return
-            self._pieces = None
+            whole = torch.frombuffer(self._scratch, dtype=torch.uint8, count=total)
         digest = hasher.intdigest()
         if digest != record.digest:
             raise self.error(f"the payload was changed on the way: digest {digest:#x}, sent {record.digest}")

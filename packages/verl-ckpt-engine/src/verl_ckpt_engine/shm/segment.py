@@ -1,6 +1,7 @@
 """The shared file: its name, its layout, and the words that both sides read and write.
 
-Owns creation, growth and removal of the file. Layout: a page for the sender, a block per reader, then the slots.
+Owns creation, growth and removal of the file. Layout: a page for the sender, a block per
+reader, the announcements of frames, the areas for payload.
 Every word has one writer, and is written after what it announces; that order is seen by the peers because stores stay
 in order on x86-64. Elsewhere a torn frame would fail its digest, not pass.
 
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
 __all__ = [
     "ENDED",
     "FAILED",
+    "FRAMES",
     "NEW",
     "READER_ABSENT",
     "READER_DONE",
     "READER_FAILED",
     "READER_JOINED",
     "READY",
+    "FrameHeader",
     "Geometry",
     "Segment",
     "remove_if_orphaned",
@@ -57,13 +60,15 @@ READER_ABSENT, READER_JOINED, READER_DONE, READER_FAILED = 0, 1, 2, 3
 """States of a reader."""
 
 # Words of the sender's page.
-_W_MAGIC, _W_STATE, _W_HEAD, _W_SLOTS, _W_TABLE, _W_PAYLOAD, _W_READERS, _W_PID, _W_STARTED, _W_LENGTH = range(10)
+_W_MAGIC, _W_STATE, _W_HEAD, _W_TABLE, _W_SMALL, _W_LARGE, _W_READERS, _W_PID, _W_STARTED, _W_LENGTH = range(10)
 # Words of a reader's block. `_R_DROPPED` is the sender's.
 _R_STATE, _R_CURSOR, _R_LENGTH = range(3)
 _R_DROPPED = 8
 
-_RING_BYTES = 16 * 1024 * 1024
-_MOST_SLOTS = 16
+SMALL_BYTES = 2 * 1024 * 1024
+SMALL_AREAS = 6
+LARGE_AREAS = 2
+FRAMES = SMALL_AREAS + LARGE_AREAS
 _MADV_POPULATE_WRITE = 23
 # All blocks exist from the start, so that a reader can join, or fail, before the ring has its size.
 _HEADER_BYTES = PAGE + MOST_RECEIVERS * _BLOCK
@@ -79,35 +84,67 @@ def segment_path(session: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Sizes of the ring. The same for the sender, who chooses them, and the readers, who read them from the header."""
+    """Sizes of the ring. The same for the sender, who chooses them, and the readers, who read them from the header.
+
+    Frames are announced in a ring of `frames` slots with their tables. Payloads lie in areas: many small ones, which
+    stay in the cache and let either side run ahead, and two large ones, each for one tensor as large as a bucket.
+    """
 
     readers: int
-    slots: int
     table_bytes: int
-    payload_bytes: int
+    small_bytes: int
+    large_bytes: int
+    """Size of each large area; 0 when no bucket is larger than a small one."""
 
     @classmethod
     def choose(cls, manifest: Manifest, *, readers: int, bucket_bytes: int) -> Geometry:
-        """Return a ring whose slots hold `bucket_bytes` of payload, less when all tensors together need less."""
+        """Return a ring for buckets of `bucket_bytes`, smaller when all tensors together need less."""
         padded = manifest.num_bytes + ALIGNMENT * len(manifest.tensors)
-        payload = aligned(max(1, min(bucket_bytes, padded)))
+        bucket = aligned(max(1, min(bucket_bytes, padded)))
         longest = max((len(meta.name) * 6 + len(meta.shape) * 24 for meta in manifest.tensors), default=0)
         return cls(
             readers=readers,
-            slots=max(2, min(_MOST_SLOTS, _RING_BYTES // payload)),
             table_bytes=aligned(max(PAGE, longest + 512)),
-            payload_bytes=payload,
+            small_bytes=min(bucket, SMALL_BYTES),
+            large_bytes=bucket if bucket > SMALL_BYTES else 0,
         )
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes from one slot to the next."""
-        return aligned(ALIGNMENT + self.table_bytes + self.payload_bytes, PAGE)
+    def areas(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where in the file each small and each large area begins."""
+        stride = aligned(self.small_bytes, PAGE)
+        large_at = self._areas_at + SMALL_AREAS * stride
+        large = aligned(self.large_bytes, PAGE)
+        return (
+            tuple(self._areas_at + index * stride for index in range(SMALL_AREAS)),
+            tuple(large_at + index * large for index in range(LARGE_AREAS)) if large else (),
+        )
 
     @property
     def total_bytes(self) -> int:
         """Size of the file."""
-        return _HEADER_BYTES + self.slots * self.slot_bytes
+        small, large = aligned(self.small_bytes, PAGE), aligned(self.large_bytes, PAGE)
+        return self._areas_at + SMALL_AREAS * small + LARGE_AREAS * large
+
+    def frame_at(self, sequence: int) -> int:
+        """Return where in the file frame `sequence` is announced."""
+        return _HEADER_BYTES + sequence % FRAMES * (ALIGNMENT + self.table_bytes)
+
+    @property
+    def _areas_at(self) -> int:
+        return aligned(_HEADER_BYTES + FRAMES * (ALIGNMENT + self.table_bytes), PAGE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameHeader:
+    """One frame as it was announced."""
+
+    sequence: int
+    kind: int
+    table: bytes
+    payload_at: int
+    """Where in the file its payload begins."""
+    payload_bytes: int
 
 
 class Segment:
@@ -163,9 +200,9 @@ class Segment:
         self._unmap()
         self._map(geometry.total_bytes)
         self._geometry = geometry
-        self._words[_W_SLOTS] = geometry.slots
         self._words[_W_TABLE] = geometry.table_bytes
-        self._words[_W_PAYLOAD] = geometry.payload_bytes
+        self._words[_W_SMALL] = geometry.small_bytes
+        self._words[_W_LARGE] = geometry.large_bytes
         self._words[_W_READERS] = geometry.readers
         self._words[_W_STATE] = READY
 
@@ -174,9 +211,9 @@ class Segment:
         words = self._words
         self._geometry = Geometry(
             readers=words[_W_READERS],
-            slots=words[_W_SLOTS],
             table_bytes=words[_W_TABLE],
-            payload_bytes=words[_W_PAYLOAD],
+            small_bytes=words[_W_SMALL],
+            large_bytes=words[_W_LARGE],
         )
         del words
         self._unmap()
@@ -255,29 +292,26 @@ class Segment:
         self.bytes[at + _MESSAGE_AT : at + _MESSAGE_AT + len(data)] = data
         self._words[at // 8 + length_word] = len(data)
 
-    def write_frame(self, sequence: int, kind: int, table: bytes, payload_bytes: int) -> None:
-        """Write header and table of frame `sequence`, then publish it. The payload is in place already."""
-        at = self._slot_at(sequence)
+    def write_frame(self, kind: int, table: bytes, payload_at: int, payload_bytes: int) -> None:
+        """Write the next frame's header and table, then publish it. The payload is in place already."""
+        sequence = self.head
+        at = self._geometry.frame_at(sequence)
         self.bytes[at + ALIGNMENT : at + ALIGNMENT + len(table)] = table
-        word = at // 8
-        self._words[word] = sequence
-        self._words[word + 1] = kind
-        self._words[word + 2] = len(table)
-        self._words[word + 3] = payload_bytes
+        for word, value in enumerate((sequence, kind, len(table), payload_at, payload_bytes), at // 8):
+            self._words[word] = value
         self.head = sequence + 1
 
-    def read_frame(self, sequence: int) -> tuple[int, int, bytes, int]:
-        """Return sequence number, kind, table and payload size of what lies in the slot of frame `sequence`."""
-        at = self._slot_at(sequence)
-        found, kind, table_bytes, payload_bytes = self._words[at // 8 : at // 8 + 4]
-        return found, kind, bytes(self.bytes[at + ALIGNMENT : at + ALIGNMENT + table_bytes]), payload_bytes
-
-    def payload_at(self, sequence: int) -> int:
-        """Return where in the file the payload of frame `sequence` begins."""
-        return self._slot_at(sequence) + ALIGNMENT + self._geometry.table_bytes
-
-    def _slot_at(self, sequence: int) -> int:
-        return _HEADER_BYTES + sequence % self._geometry.slots * self._geometry.slot_bytes
+    def read_frame(self, sequence: int) -> FrameHeader:
+        """Return what is announced where frame `sequence` belongs."""
+        at = self._geometry.frame_at(sequence)
+        found, kind, table_bytes, payload_at, payload_bytes = self._words[at // 8 : at // 8 + 5]
+        return FrameHeader(
+            sequence=found,
+            kind=kind,
+            table=bytes(self.bytes[at + ALIGNMENT : at + ALIGNMENT + table_bytes]),
+            payload_at=payload_at,
+            payload_bytes=payload_bytes,
+        )
 
     def populate(self, start: int, stop: int) -> None:
         """Make the kernel provide these bytes at once: one call is several times cheaper than a fault per page."""

@@ -20,7 +20,7 @@ __all__ = ["LIVENESS_EVERY_S", "ProcessId", "poll"]
 LIVENESS_EVERY_S = 0.1
 """How often a waiting side asks whether its peers live."""
 
-_YIELDS = 50
+_YIELD_FOR_S = 200e-6
 _FIRST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
 
@@ -78,12 +78,14 @@ def poll(ready: Callable[[], bool], check: Callable[[], None], check_peers: Call
 
     The checks end the wait by raising; one of them must know the deadline.
     """
-    for _ in range(_YIELDS):
+    if ready():
+        return
+    begun = asked = time.monotonic()
+    while time.monotonic() - begun < _YIELD_FOR_S:
+        time.sleep(0)
         if ready():
             return
-        time.sleep(0)
     pause = _FIRST_PAUSE_S
-    asked = time.monotonic()
     while not ready():
         check()
         now = time.monotonic()
