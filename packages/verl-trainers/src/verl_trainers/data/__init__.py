@@ -1,0 +1,1 @@
+"""Data: rows from files, tokenized prompts in a reproducible order."""

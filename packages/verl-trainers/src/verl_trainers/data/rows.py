@@ -1,0 +1,137 @@
+"""Rows of JSONL and parquet files with verl's columns, checked one by one.
+
+A malformed row is never skipped: the error lists the first few with file and line, and how many there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_contracts.errors import DataError
+from verl_contracts.samples import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from verl_contracts.events import JsonValue
+
+__all__ = ["Row", "read_rows"]
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row, before tokenization."""
+
+    place: str
+    """``file:line`` in a JSONL file, ``file:row`` in a parquet file; both count from 1."""
+    prompt: str | tuple[Message, ...]
+    data_source: str = ""
+    ground_truth: JsonValue = None
+    extra_info: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+def read_rows(files: Sequence[str], *, prompt_key: str) -> list[Row]:
+    """Read all rows of all files, in order. Raises `DataError` for unreadable files and malformed rows."""
+    rows: list[Row] = []
+    malformed: list[str] = []
+    for file in files:
+        for place, value in _read_file(Path(file)):
+            try:
+                rows.append(_parse(value, place, prompt_key))
+            except ValueError as exc:
+                malformed.append(f"{place}: {exc}")
+    if malformed:
+        shown = "".join(f"\n  {line}" for line in malformed[:_SHOWN])
+        more = f"\n  and {len(malformed) - _SHOWN} more" if len(malformed) > _SHOWN else ""
+        raise DataError(f"{len(malformed)} malformed rows of {len(malformed) + len(rows)}:{shown}{more}")
+    return rows
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, object]]:
+    if path.suffix in (".jsonl", ".json"):
+        yield from _read_jsonl(path)
+    elif path.suffix == ".parquet":
+        yield from _read_parquet(path)
+    else:
+        raise DataError(f"{path}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", line
+    except (OSError, UnicodeDecodeError) as exc:
+        raise DataError(f"{path}: cannot be read: {exc}") from exc
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
+    import pyarrow as pa  # here, because importing it takes long and JSONL needs none
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for value in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", value
+    except (OSError, pa.ArrowException) as exc:
+        raise DataError(f"{path}: cannot be read: {exc}") from exc
+
+
+def _parse(value: object, place: str, prompt_key: str) -> Row:
+    """Return the row. Raises ValueError saying what is wrong with it."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be an object with columns, got {type(value).__name__}")
+    if prompt_key not in value:
+        raise ValueError(f"has no column {prompt_key!r}; columns: {', '.join(sorted(value))}")
+    reward_model, extra_info = value.get("reward_model"), value.get("extra_info")
+    for name, column in (("reward_model", reward_model), ("extra_info", extra_info)):
+        if column is not None and not isinstance(column, Mapping):
+            raise ValueError(f"column {name!r} must be an object, got {type(column).__name__}")
+    data_source = value.get("data_source")
+    if data_source is not None and not isinstance(data_source, str):
+        raise ValueError(f"column 'data_source' must be text, got {type(data_source).__name__}")
+    return Row(
+        place=place,
+        prompt=_prompt(value[prompt_key]),
+        data_source=data_source or "",
+        ground_truth=_json(reward_model.get("ground_truth"), "ground_truth") if reward_model else None,
+        extra_info={str(name): _json(item, f"extra_info.{name}") for name, item in (extra_info or {}).items()},
+    )
+
+
+def _prompt(value: object) -> str | tuple[Message, ...]:
+    if isinstance(value, str):
+        if not value:
+            raise ValueError("the prompt is empty")
+        return value
+    if not isinstance(value, Sequence) or not value:
+        raise ValueError(f"the prompt must be text or a list of messages, got {value!r:.60}")
+    messages: list[Message] = []
+    for i, item in enumerate(value):
+        role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(f"message {i} of the prompt must have 'role' and 'content' as text, got {item!r:.60}")
+        messages.append(Message(role=role, content=content))
+    return tuple(messages)
+
+
+def _json(value: object, name: str) -> JsonValue:
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _json(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(item, name) for item in value]
+    raise ValueError(f"{name} must be JSON-like, got {type(value).__name__}")

@@ -1,0 +1,1 @@
+"""Rewards: functions, and the processes that run them under a limit that is enforced."""
