@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from verl_contracts.clock import Deadline
-from verl_contracts.errors import ActorFailed, ConfigError, StateError, WaitTimeout
+from verl_contracts.errors import ConfigError, StateError
 from verl_contracts.runtime import ActorSpec, ObjectSpec
 from verl_contracts.training import StepResult
 from verl_contracts.waits import bounded
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from verl_trainers.config.schema import RunConfig
 
 __all__ = ["PolicySenderHost", "PolicyWorkerGroup", "engine_settings"]
-
-_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -167,14 +164,10 @@ class PolicyWorkerGroup:
         await self._ranks.all("save", {"path": path}, deadline)
 
     async def close(self, *, deadline: Deadline) -> None:
-        """Stop the ranks. Idempotent; a rank that does not answer is killed all the same."""
+        """Stop the ranks. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        try:
-            await self._ranks.all("close", {}, deadline.within(self._ranks.runtime.clock, 5.0))
-        except (ActorFailed, WaitTimeout) as exc:
-            _log.warning("a policy rank did not close by itself: %s", exc)
         await asyncio.gather(*(self._ranks.runtime.kill(actor, deadline=deadline) for actor in self._ranks.actors))
 
     async def _start(self, deadline: Deadline) -> None:

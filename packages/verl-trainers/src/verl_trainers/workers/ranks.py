@@ -20,6 +20,7 @@ __all__ = ["join_ranks", "open_rendezvous", "own_address"]
 def own_address() -> str:
     """Return an address of this host that its neighbours can reach; the loopback's when there is no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.settimeout(1.0)
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing: the system only picks the interface
         except OSError:
