@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-
-from models import Family, build, config_of
+from engine_models import Family, Tiny, build, config_of
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class Tiny:
-    path: Path
-    model: PreTrainedModel
-    other: PreTrainedModel
-    """The same shapes with other values."""
 
 
 @pytest.fixture(scope="session", autouse=True)

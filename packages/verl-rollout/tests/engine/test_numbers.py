@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-
-from models import VOCAB, complete, opened, raw_logprobs, request_of, settings_of, soon
+from engine_models import VOCAB, complete, opened, raw_logprobs, request_of, settings_of, soon
 
 if TYPE_CHECKING:
-    from conftest import Tiny
+    from engine_models import Tiny
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [1, 2, 3], [14, 15], [3, 2, 1, 0], [1, 2, 3, 4, 5, 6, 7]]
 

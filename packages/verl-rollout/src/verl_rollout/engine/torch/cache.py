@@ -17,7 +17,7 @@ from verl_contracts.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ATTENTION", "Decode", "KVCache", "Pass", "Prefill", "attend"]
+__all__ = ["ATTENTION", "BlockDecode", "Decode", "KVCache", "Pass", "Prefill", "attend"]
 
 ATTENTION = "verl_slots"
 """Name under which `attend` is registered with transformers."""
@@ -60,8 +60,7 @@ class KVCache:
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of one slot to others."""
-        for target in targets:
-            self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+        self.data[:, :, list(targets), :, :length] = self.data[:, :, source : source + 1, :, :length]
 
     def clear(self, slot: int) -> None:
         """Forget what a slot holds. Masked positions count as 0 times their value, which NaN would survive."""
@@ -97,12 +96,42 @@ class Decode:
         keys[self._rows, :, self._positions] = key[:, :, 0]
         values[self._rows, :, self._positions] = value[:, :, 0]
         n, heads, _, head_dim = query.shape
-        keys = keys[:n, :, : self._length]
-        values = values[:n, :, : self._length]
         grouped = query.reshape(n, keys.shape[1], -1, head_dim)
-        weights = torch.matmul(grouped, keys.transpose(2, 3)).mul_(scaling).add_(self._bias)
-        weights = weights.softmax(dim=-1, dtype=torch.float32).to(values.dtype)
-        return torch.matmul(weights, values).reshape(n, 1, heads, head_dim)
+        result = self._mix(grouped, keys[:n, :, : self._length], values[:n, :, : self._length], scaling)
+        return result.reshape(n, 1, heads, head_dim)
+
+    def _mix(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=self._bias, scale=scaling)
+
+
+class BlockDecode(Decode):
+    """A `Decode` whose bits do not depend on `length`, and so not on the longest neighbour.
+
+    Kernels choose their order of summation by shape: with any alignment, longer keys were measured to change bits of
+    some model's shorter rows. Here every product has the shape of one block, maxima are exact, and a block that a row
+    does not see adds zeros.
+    """
+
+    def __init__(self, cache: KVCache, positions: torch.Tensor, *, length: int, block: int) -> None:
+        if length % block:
+            raise ValueError(f"length must be a multiple of block, got {length} and {block}")
+        super().__init__(cache, positions, length=length)
+        self._block = block
+
+    def _mix(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+        blocks = [slice(start, start + self._block) for start in range(0, self._length, self._block)]
+        scores = [
+            torch.matmul(query, keys[:, :, block].transpose(2, 3)).float().mul_(scaling).add_(self._bias[..., block])
+            for block in blocks
+        ]
+        highest = torch.stack([score.amax(dim=-1, keepdim=True) for score in scores]).amax(dim=0)
+        weights = [(score - highest).exp_() for score in scores]
+        total = weights[0].sum(dim=-1, keepdim=True)
+        result = torch.matmul(weights[0].to(values.dtype), values[:, :, blocks[0]]).float()
+        for weight, block in zip(weights[1:], blocks[1:], strict=True):
+            total += weight.sum(dim=-1, keepdim=True)
+            result += torch.matmul(weight.to(values.dtype), values[:, :, block])
+        return (result / total).to(values.dtype)
 
 
 class Prefill:

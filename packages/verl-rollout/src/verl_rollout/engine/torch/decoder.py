@@ -21,7 +21,7 @@ import torch
 
 from verl_contracts.errors import StateError
 from verl_contracts.tokens import SAMPLED, AbortedCompletion, Completion, VersionSpan
-from verl_rollout.engine.torch.cache import Decode, Prefill
+from verl_rollout.engine.torch.cache import BlockDecode, Decode, Prefill
 from verl_rollout.engine.torch.rows import Rows
 from verl_rollout.engine.torch.sampling import choose, stream_of
 
@@ -41,10 +41,10 @@ _ALIGN = 8
 """Key lengths are multiples of this."""
 _PREFILL_TOKENS = 4096
 """Most tokens of one prefill pass, padding included, unless a single prompt is longer."""
-_FIXED_PREFILL = (4, 32)
-"""Rows and tokens of every prefill pass in deterministic mode."""
-_FIXED_WIDTH = 4
-"""Fewest rows of a decode pass in deterministic mode."""
+_FIXED_ROWS = 4
+"""In deterministic mode: rows of every prefill pass, and fewest rows of a decode pass."""
+_FIXED_TOKENS = 32
+"""In deterministic mode: tokens of every prefill pass, and positions of every block of attention."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +70,10 @@ class Result:
     value: Completion | AbortedCompletion | StateError
 
 
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 class Decoder:
     """Slots, the queue before them, and the version that they decode with."""
 
@@ -80,7 +84,7 @@ class Decoder:
         self._replica_id = replica_id
         self._fixed = settings.deterministic
         self._slots = settings.max_num_seqs
-        self._width = max(_FIXED_WIDTH, self._slots) if self._fixed else self._slots
+        self._width = max(_FIXED_ROWS, self._slots) if self._fixed else self._slots
         self._rows = Rows(self._width, settings.max_model_len)
         self._prefixes: dict[tuple[int, ...], Job] = {}
         self.version: int | None = None
@@ -93,7 +97,7 @@ class Decoder:
 
     def allocate(self) -> None:
         """Make an empty cache."""
-        longest = -(-self._settings.max_model_len // _FIXED_PREFILL[1]) * _FIXED_PREFILL[1]
+        longest = _round_up(self._settings.max_model_len, _FIXED_TOKENS)
         self._cache = self._shape.build_cache(
             slots=self._width, dtype=getattr(torch, self._settings.dtype), max_length=longest
         )
@@ -198,14 +202,19 @@ class Decoder:
         """Run the model over the active rows and choose: [count] ids and log-probs."""
         width = self._width if self._fixed else count
         tokens, positions = self._rows.inputs(width)
-        length = -(-(int(positions[:count].max()) + 1) // _ALIGN) * _ALIGN
-        self._cache.ensure(length)
         place = torch.from_numpy(positions)
+        needed = int(positions[:count].max()) + 1
+        self._cache.ensure(needed)
+        if self._fixed:
+            length = _round_up(needed, _FIXED_TOKENS)
+            step: Decode = BlockDecode(self._cache, place, length=length, block=_FIXED_TOKENS)
+        else:
+            step = Decode(self._cache, place, length=min(_round_up(needed, _ALIGN), self._cache.length))
         output = self._model(
             input_ids=torch.from_numpy(tokens)[:, None],
             position_ids=place[:, None],
             use_cache=False,
-            slots=Decode(self._cache, place, length=length),
+            slots=step,
         )
         temperature, top_p, top_k = self._rows.sampling(width)
         ids, logprobs = choose(
@@ -220,7 +229,7 @@ class Decoder:
     def _fill(self) -> None:
         """Compute or copy the prefixes of jobs whose slots are empty, each distinct prefix once."""
         leaders: list[tuple[int, tuple[int, ...]]] = []
-        copies: list[tuple[Job, int, int]] = []
+        followers: dict[tuple[int, ...], list[int]] = {}
         for row, job in enumerate(self.active):
             if job.filled:
                 continue
@@ -232,19 +241,16 @@ class Decoder:
             job.filled = True
             if not prefix:
                 continue
-            source = self._prefixes.get(prefix)
-            if source is not None:
-                copies.append((source, row, len(prefix)))
+            if prefix in self._prefixes:
+                followers.setdefault(prefix, []).append(row)
                 continue
             self._prefixes[prefix] = job
             job.prefix = prefix
             leaders.append((row, prefix))
         for group in self._groups(leaders):
             self._prefill(group)
-        if copies:
-            slots = {id(job): row for row, job in enumerate(self.active)}
-            for source, row, length in copies:
-                self._cache.copy(slots[id(source)], [row], length)
+        for prefix, rows in followers.items():
+            self._cache.copy(self.active.index(self._prefixes[prefix]), rows, len(prefix))
 
     def _groups(self, leaders: list[tuple[int, tuple[int, ...]]]) -> list[list[tuple[int, tuple[int, ...]]]]:
         """Split prefixes into passes of similar length."""
@@ -252,7 +258,7 @@ class Decoder:
         for leader in sorted(leaders, key=lambda item: len(item[1])):
             group = groups[-1] if groups else None
             full = group is not None and (
-                len(group) >= _FIXED_PREFILL[0] if self._fixed else (len(group) + 1) * len(leader[1]) > _PREFILL_TOKENS
+                len(group) >= _FIXED_ROWS if self._fixed else (len(group) + 1) * len(leader[1]) > _PREFILL_TOKENS
             )
             if group is None or full:
                 groups.append([leader])
@@ -264,10 +270,10 @@ class Decoder:
         """Compute keys and values of these prefixes, padded on the right."""
         longest = max(len(prefix) for _, prefix in group)
         if self._fixed:
-            count, chunk = _FIXED_PREFILL
+            count, chunk = _FIXED_ROWS, _FIXED_TOKENS
         else:
             count, chunk = len(group), min(longest, _PREFILL_TOKENS)
-        padded = -(-longest // chunk) * chunk
+        padded = _round_up(longest, chunk)
         self._cache.ensure(padded)
         tokens = np.zeros((count, padded), dtype=np.int64)
         slots = np.full(count, self._cache.scratch, dtype=np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 CLOCK = SystemClock()
 Family = Literal["qwen2", "llama"]
 VOCAB = 31
+
+
+@dataclass(frozen=True)
+class Tiny:
+    path: Path
+    model: PreTrainedModel
+    other: PreTrainedModel
+    """The same shapes with other values."""
 
 
 def soon(seconds: float = 30.0) -> Deadline:
@@ -61,7 +69,8 @@ def build(config: PreTrainedConfig, *, seed: int = 0, spread: float = 8.0) -> Pr
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(spread if parameter.shape[0] == config.vocab_size else 3.0)
-    return model.requires_grad_(False).train(mode=False)
+    model.requires_grad_(False).train(mode=False)
+    return model
 
 
 def tensors_of(model: PreTrainedModel) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
