@@ -168,27 +168,21 @@ class ScriptedEngine:
     async def _decode(self, run: _Run, number: int) -> Completion | AbortedCompletion:
         request = run.request
         limit = self.script.abort_after[number - 1] if number <= len(self.script.abort_after) else None
+        if limit == 0:
+            return self._aborted(run, "scripted")
         for index in range(request.resumed_tokens, request.resumed_tokens + request.sampling.max_tokens):
-            if limit is not None and len(run.ids) == limit:
-                return self._aborted(run, "scripted")
             await self._clock.sleep(1e9 if self.script.hangs else self.script.token_s)
-            if not self._open.is_set() and run.cut is None and self._freezing:
-                self._frozen += 1
-                await bounded(
-                    self._open.wait(),
-                    subject="resume",
-                    holder=self._id,
-                    deadline=Deadline.after(self._clock, 1e6),
-                    clock=self._clock,
-                )
-                self._frozen -= 1
+            self._frozen += 1
+            while not self._open.is_set() and run.cut is None and self._freezing:
+                await self._clock.sleep(self.script.token_s)
+            self._frozen -= 1
             if run.cut is not None:
                 return self._aborted(run, run.cut)
             self._add(run, index)
+            if limit is not None and len(run.ids) == limit:
+                return self._aborted(run, "scripted")
             if run.ids[-1] in request.sampling.stop_token_ids:
                 return self._completion(run, "stop")
-        if limit is not None and len(run.ids) == limit:
-            return self._aborted(run, "scripted")
         return self._completion(run, "length")
 
     def _add(self, run: _Run, index: int) -> None:
