@@ -155,12 +155,13 @@ def wheels(session: nox.Session) -> dict[str, Path]:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, waits without a limit, file sizes, and what each package folder must hold."""
+    """Style, waits without a limit, file sizes, and that each package is complete and declares what it imports."""
     python = checks(session)
     session.run(python, "-m", "ruff", "check", "--quiet", ".")
     session.run(python, "-m", "ruff", "format", "--check", "--quiet", ".")
     session.run(python, "tools/lint_waits.py", *SOURCES, "tools", "noxfile.py")
     session.run(python, "tools/lint_tree.py")
+    session.run(python, "tools/lint_dependencies.py", *(package.folder for package in PACKAGES))
     session.run(python, "-m", "pytest", "tools/tests")
 
 
