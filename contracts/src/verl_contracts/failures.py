@@ -7,6 +7,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Protocol
 
+from verl_contracts.errors import WaitTimeout
+
 __all__ = ["MAX_LINES", "FailureRecord", "FailureSink"]
 
 MAX_LINES = 30
@@ -30,10 +32,13 @@ class FailureRecord:
 
     @classmethod
     def from_exception(cls, exc: BaseException, *, role: str, rank: int) -> FailureRecord:
-        """Describe `exc`: the cause is the innermost exception that it was raised from."""
+        """Describe `exc`: the cause is the innermost exception that it was raised from.
+
+        A wait that ran out is a cause itself: inside it there is only the cancelling of what was awaited.
+        """
         first = exc
         seen = {id(first)}
-        while True:
+        while not isinstance(first, WaitTimeout):
             inner = first.__cause__ or (None if first.__suppress_context__ else first.__context__)
             if inner is None or id(inner) in seen:
                 break

@@ -112,7 +112,7 @@ class RemoteBalancer:
             raise ValueError(f"as many keys as leases expected: n is {n}, {len(keys)} keys")
         granting = self._background(self._granted(tuple(keys), deadline))
         try:
-            return await asyncio.shield(granting)
+            return await asyncio.shield(granting)  # wait: the call inside has a limit
         except asyncio.CancelledError:
             granting.add_done_callback(self._return_unseen)
             raise
