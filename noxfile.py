@@ -99,18 +99,18 @@ def environment(
     """
     folder = home or ENVIRONMENTS / name
     python = str(folder / "bin" / "python")
-    inputs = [sys.version, CONSTRAINTS.read_text(), *requirements]
-    inputs += [(ROOT / package.folder / "pyproject.toml").read_text() for package in PACKAGES]
+    editable = [entry for entry in requirements if entry.startswith("./")]
+    plain = [entry for entry in requirements if entry not in editable]
+    projects = [ROOT / entry.partition("[")[0] / "pyproject.toml" for entry in editable]
+    inputs = [sys.version, CONSTRAINTS.read_text(), *requirements, *(project.read_text() for project in projects)]
     marker = folder / f"complete-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
     if not fresh and marker.exists() and Path(python).exists():
         return python
     session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(folder))
     pip = [python, "-m", "pip", "install", "-qq", "--constraint", str(CONSTRAINTS)]
-    editable = [part for entry in requirements if entry.startswith("./") for part in ("--editable", entry)]
-    plain = [entry for entry in requirements if not entry.startswith("./")]
     if editable:
         session.run(*pip, "hatchling", "editables")
-        session.run(*pip, "--no-build-isolation", *editable, *plain)
+        session.run(*pip, "--no-build-isolation", *(f"--editable={entry}" for entry in editable), *plain)
     else:
         session.run(*pip, "--no-compile", *plain)
     marker.touch()
