@@ -273,6 +273,8 @@ class ScriptedEngine:
             self._kv_version = version
 
     async def sleep(self) -> None:
+        if self._open.is_set() and not self._asleep:
+            raise StateError("only a paused engine may sleep")
         self._asleep, self._version = True, None
 
     async def wake(self) -> None:
@@ -376,6 +378,7 @@ def settings(
     *,
     num_replicas: int = 2,
     max_num_seqs: int = 8,
+    max_model_len: int = 64,
     resumable: bool = True,
     request_limit_s: float = 600.0,
     options: Mapping[str, object] | None = None,
@@ -387,7 +390,7 @@ def settings(
         weight_backend="service_fakes:ScriptedBackend",
         num_replicas=num_replicas,
         max_num_seqs=max_num_seqs,
-        max_model_len=64,
+        max_model_len=max_model_len,
         resumable=resumable,
         request_limit_s=request_limit_s,
         options=options or {},
