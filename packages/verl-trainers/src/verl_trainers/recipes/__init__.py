@@ -1,0 +1,1 @@
+"""Recipes: YAML files that are shipped, and the functions that prepare their models and data."""
