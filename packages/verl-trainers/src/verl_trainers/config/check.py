@@ -252,16 +252,21 @@ def _validation(config: RunConfig) -> Iterator[Mistake]:
         )
 
 
-def check_files(config: RunConfig) -> list[Mistake]:
-    """Return the files and folders that are not there; what `prepare` makes is not looked for."""
-    if config.prepare is not None:
-        return []
+def check_files(config: RunConfig, *, prepared: Path | None = None) -> list[Mistake]:
+    """Return the files and folders that are not there; those in `prepared`, which is yet to be made, count as there."""
+    made = config.prepare is not None and prepared is not None
     found: list[Mistake] = []
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
-        found += [Mistake(key=key, text=f"no such file: {file}") for file in files if not Path(file).is_file()]
-    model = config.actor_rollout_ref.model.path
-    if model and not (Path(model) / "config.json").is_file():
-        found.append(Mistake(key="actor_rollout_ref.model.path", text=f"no Hugging Face folder (config.json): {model}"))
+        found += [
+            Mistake(key=key, text=f"no such file: {file}")
+            for file in map(Path, files)
+            if not file.is_file() and not (made and prepared in file.parents)
+        ]
+    model = Path(config.actor_rollout_ref.model.path)
+    named = bool(config.actor_rollout_ref.model.path) and not (made and prepared in model.parents)
+    if named and not (model / "config.json").is_file():
+        text = f"no Hugging Face folder (with a config.json): {model}"
+        found.append(Mistake(key="actor_rollout_ref.model.path", text=text))
     return found
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_contracts.errors import ConfigError
@@ -14,11 +15,11 @@ from verl_trainers.config.build import build_run_config
 from verl_trainers.config.check import check_files, check_relations, check_resources
 from verl_trainers.config.mistakes import Mistake, config_error
 from verl_trainers.config.plugins import load_plugins
+from verl_trainers.config.prepare import load_prepare
 from verl_trainers.config.sources import read_sources
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from verl_contracts.training import ModePlan
     from verl_trainers.config.plugins import RunPlugins
@@ -49,9 +50,12 @@ def load_config(source: Path | None, overrides: Sequence[str] = (), *, run_dir: 
     return config
 
 
-def check_config(config: RunConfig) -> ResolvedConfig:
-    """Check the rules between keys, the files, every plug-in, the mode and the resources. Raises `ConfigError`."""
-    resolved, mistakes = _check(config)
+def check_config(config: RunConfig, *, run_dir: str = "") -> ResolvedConfig:
+    """Check the rules between keys, the files, every plug-in, the mode and the resources. Raises `ConfigError`.
+
+    Files in the folder that `prepare` fills, ``prepared`` in `run_dir`, need not be there yet.
+    """
+    resolved, mistakes = _check(config, run_dir)
     if resolved is None or mistakes:
         raise config_error(mistakes)
     return resolved
@@ -62,7 +66,7 @@ def resolve_config(source: Path | None, overrides: Sequence[str] = (), *, run_di
     sources = read_sources(source, overrides, run_dir=run_dir)
     config, mistakes = build_run_config(sources)
     broken = {mistake.key for mistake in mistakes}
-    resolved, found = _check(config)
+    resolved, found = _check(config, run_dir)
     mistakes += [
         mistake if mistake.place else replace(mistake, place=sources.place(mistake.key))
         for mistake in found
@@ -73,9 +77,14 @@ def resolve_config(source: Path | None, overrides: Sequence[str] = (), *, run_di
     return resolved
 
 
-def _check(config: RunConfig) -> tuple[ResolvedConfig | None, list[Mistake]]:
+def _check(config: RunConfig, run_dir: str) -> tuple[ResolvedConfig | None, list[Mistake]]:
     plugins, bad_plugins = load_plugins(config)
-    mistakes = [*check_relations(config), *check_files(config), *bad_plugins]
+    mistakes = [*check_relations(config), *check_files(config, prepared=Path(run_dir) / "prepared"), *bad_plugins]
+    if config.prepare is not None:
+        try:
+            load_prepare(config.prepare)
+        except ConfigError as exc:
+            mistakes.append(Mistake(key="", text=str(exc)))
     if plugins is None:
         return None, mistakes
     try:

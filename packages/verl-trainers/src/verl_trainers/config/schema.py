@@ -207,6 +207,8 @@ class RolloutConfig:
     agent: AgentConfig = field(default_factory=AgentConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
     request_limit_s: float = 600.0
+    free_cache_engine: bool | None = None
+    """Whether replicas that share the trainer's devices sleep while it trains; null means on GPUs only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

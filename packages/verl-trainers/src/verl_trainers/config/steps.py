@@ -31,7 +31,11 @@ class StepCount:
 
 def count_steps(config: RunConfig, num_rows: int) -> StepCount:
     """Return how many full steps `config` makes of `num_rows` prompts. Raises `ConfigError` when there is none."""
-    batch, asked, epochs = config.data.train_batch_size, config.trainer.total_training_steps, config.trainer.total_epochs
+    batch, asked, epochs = (
+        config.data.train_batch_size,
+        config.trainer.total_training_steps,
+        config.trainer.total_epochs,
+    )
     if num_rows == 0:
         raise ConfigError("data.train_files: holds no usable row, so no step could be made")
     if asked is not None:

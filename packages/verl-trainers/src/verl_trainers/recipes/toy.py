@@ -1,6 +1,6 @@
 """Copy-4: the smallest task on which a policy visibly learns, with its model, its tokenizer and its data.
 
-A prompt is ``d d d d =``, the answer the same four digits and the end of the sequence. Everything follows from one seed.
+A prompt is ``d d d d =``, the answer the same four digits and the end of the sequence. All of it follows from one seed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 __all__ = ["prepare"]
@@ -51,7 +51,8 @@ def write_model(folder: Path) -> None:
     vocabulary = {word: index for index, word in enumerate(WORDS)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="="))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    wrap: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+    wrapped = wrap(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
     wrapped.save_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(WORDS),
@@ -68,5 +69,6 @@ def write_model(folder: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = Qwen2ForCausalLM(config)
+        build: Callable[[Qwen2Config], Qwen2ForCausalLM] = Qwen2ForCausalLM
+        model = build(config)
     model.save_pretrained(folder)

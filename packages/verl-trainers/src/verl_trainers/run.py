@@ -1,0 +1,132 @@
+"""One run from a checked configuration to its summary: data and tokenizer in, run folder out.
+
+Owns the order in the driver before and after the run proper, which `assembly` owns. Everything that can be known to be
+wrong is said here before a process is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_contracts.clock import SystemClock
+from verl_contracts.plugins import build_plugin
+from verl_trainers.assembly import RunInputs, run_parts
+from verl_trainers.config.check import check_files
+from verl_trainers.config.dump import dump_config
+from verl_trainers.config.mistakes import config_error
+from verl_trainers.config.prepare import load_prepare
+from verl_trainers.config.steps import count_steps
+from verl_trainers.data.source import PromptSource
+from verl_trainers.data.tokenizer import PromptTokenizer
+from verl_trainers.rewards.client import reward_spec
+from verl_trainers.rewards.decode import load_decoder
+from verl_trainers.run_folder import JsonlEvents
+from verl_trainers.sample_log import SampleLog
+from verl_trainers.summary import summarize
+from verl_trainers.tracking import ProgressLine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from verl_contracts.events import JsonValue
+    from verl_contracts.samples import Prompt
+    from verl_contracts.tracking import Tracker
+    from verl_trainers.config.load import ResolvedConfig
+    from verl_trainers.config.schema import RunConfig
+    from verl_trainers.config.steps import StepCount
+    from verl_trainers.run_folder import RunFolder
+
+__all__ = ["RunData", "open_data", "run_training"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """What a run reads, and how many steps it makes of it."""
+
+    train: PromptSource
+    validation: tuple[Prompt, ...]
+    steps: StepCount
+    stop_token_ids: tuple[int, ...]
+
+
+def open_data(config: RunConfig) -> RunData:
+    """Read, check and tokenize all data. Raises `DataError`, or `ConfigError` when it makes no full step."""
+    model, data = config.actor_rollout_ref.model, config.data
+    tokenizer = PromptTokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    epochs = config.trainer.total_epochs if config.trainer.total_training_steps is None else None
+    train = PromptSource.open(data, files=data.train_files, tokenizer=tokenizer, epochs=epochs)
+    steps = count_steps(config, train.num_rows)
+    validation: tuple[Prompt, ...] = ()
+    if data.val_files:
+        held_out = PromptSource.open(data, files=data.val_files, tokenizer=tokenizer, epochs=1, shuffle=False)
+        validation = tuple(iter(held_out.next, None))
+    return RunData(train=train, validation=validation, steps=steps, stop_token_ids=tokenizer.stop_token_ids)
+
+
+def run_training(resolved: ResolvedConfig, folder: RunFolder) -> Mapping[str, JsonValue]:
+    """Prepare, train, and fill `folder`; return the summary.
+
+    Raises `ConfigError` and `DataError` before anything is started, and the first failing part's error afterwards.
+    """
+    began = time.monotonic()
+    config = resolved.config
+    if config.prepare is not None:
+        load_prepare(config.prepare)(folder.prepared)
+    missing = check_files(config)
+    if missing:
+        raise config_error(missing)
+    data = open_data(config)
+    _log.info("%s", data.steps.message)
+    device = _device(config)
+    derived = {"steps": data.steps.steps, "plan": resolved.plan, "device": device}
+    folder.write_config(dump_config(config, derived=derived))
+    clock = SystemClock()
+    events = JsonlEvents(folder.events, clock=clock)
+    trackers: list[Tracker] = [ProgressLine(total_steps=data.steps.steps, stream=sys.stdout)]
+    try:
+        trackers += [
+            build_plugin(tracker, {}, key="trainer.logger", arguments={"run_dir": str(folder.path)})
+            for tracker in resolved.plugins.trackers
+        ]
+        report = asyncio.run(
+            run_parts(
+                RunInputs(
+                    resolved=resolved,
+                    device=device,
+                    total_steps=data.steps.steps,
+                    data=data.train,
+                    validation=data.validation,
+                    stop_token_ids=data.stop_token_ids,
+                    reward=reward_spec(config),
+                    events=events,
+                    trackers=trackers,
+                    log_dir=str(folder.logs),
+                    model_dir=str(folder.model),
+                    samples=SampleLog(folder.samples, decode=load_decoder(config.actor_rollout_ref.model.path)),
+                )
+            )
+        )
+    finally:
+        for tracker in trackers:
+            tracker.close()
+        events.close()
+    summary = summarize(
+        report, mode=config.trainer.mode, runtime=config.runtime, wall_s=round(time.monotonic() - began, 3)
+    )
+    folder.write_summary(summary)
+    return summary
+
+
+def _device(config: RunConfig) -> str:
+    if config.trainer.device != "auto":
+        return config.trainer.device
+    import torch  # here, because importing it takes a second
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
