@@ -243,7 +243,7 @@ class FakeWorkers:
             version=context.step,
             rows=len(batch.rows),
             updates=1,
-            metrics=(Metric(name="logprob_diff", value=0.0),),
+            metrics=(Metric(name="rollout/logprob_diff", value=0.0),),
             seconds={},
         )
 

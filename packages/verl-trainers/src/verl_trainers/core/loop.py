@@ -228,7 +228,7 @@ class TrainingLoop:
         report.groups_trained += numbers.groups
         report.rows_trained += result.rows
         report.rewards.append(numbers.score)
-        report.logprob_diffs += [m.value for m in result.metrics if m.name == "logprob_diff"]
+        report.logprob_diffs += [m.value for m in result.metrics if m.name == "rollout/logprob_diff"]
 
     def _track(self, step: int, numbers: GroupMetrics, result: StepResult, clock: StepClock) -> None:
         metrics = numbers.as_dict()
