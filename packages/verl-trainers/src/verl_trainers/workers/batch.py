@@ -71,10 +71,10 @@ def build_rows(samples: Sequence[TrainSample], *, version: int, temperature: flo
         temperature: At which log-probs are computed, for checking that the sampled ones are of the same kind.
     """
     rows = [trajectory for sample in samples for trajectory in sample.trajectories]
-    if not rows:
-        raise DataError("a step needs at least one trajectory, got none")
     for sample in samples:
         _check(sample, temperature)
+    if not rows:
+        raise DataError("a step needs at least one sample, got none")
     lengths = np.fromiter((len(row.ids) for row in rows), dtype=np.int64, count=len(rows))
     width = int(lengths.max())
     real = np.arange(width) < lengths[:, None]

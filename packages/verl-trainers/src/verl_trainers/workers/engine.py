@@ -137,15 +137,17 @@ class FsdpEngine:
         for number, update in enumerate(updates * actor.ppo_epochs):
             with watch.part("forward_backward"):
                 shares = [self._backward(micro, update, inputs) for micro in update.micro_batches]
+            with watch.part("reduce"):
+                sums = self._reduced(shares)
             with watch.part("optimizer"):
-                outcome = self._optimizer.step(rate)
+                outcome = self._optimizer.step(rate, loss=sums["loss"])
             applied += outcome.applied
             metrics.append(Metric(name="actor/grad_norm", value=outcome.grad_norm))
+            metrics += _update_metrics(sums, update, first=number == 0)
             if not outcome.applied:
-                _log.warning("step %d: gradient norm %s; update skipped", context.step, outcome.grad_norm)
-            with watch.part("metrics"):
-                sums = self._reduced(shares)
-                metrics += _update_metrics(sums, update, first=number == 0)
+                _log.warning(
+                    "step %d: loss %s, gradient norm %s; update skipped", context.step, sums["loss"], outcome.grad_norm
+                )
         asked = len(updates) * actor.ppo_epochs
         metrics += [
             Metric(name="actor/lr", value=rate, reduce="last"),

@@ -1,6 +1,6 @@
 """AdamW on float32 master weights: gradients up, one guarded step, weights down.
 
-Owns the guard: a gradient that is not finite changes nothing, neither weights nor moments, and is reported.
+Owns the guard: a loss or gradient that is not finite changes nothing, neither weights nor moments, and is reported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UpdateOutcome:
     grad_norm: float
     """Before clipping; may be infinite or NaN."""
     applied: bool
-    """False when the gradient was not finite and nothing was changed."""
+    """False when loss or gradient was not finite and nothing was changed."""
 
 
 class PolicyOptimizer:
@@ -76,11 +76,14 @@ class PolicyOptimizer:
         for parameter in self._working:
             parameter.grad = None
 
-    def step(self, learning_rate: float) -> UpdateOutcome:
-        """Clip and apply what was accumulated, unless it is not finite; forget it either way."""
+    def step(self, learning_rate: float, *, loss: float) -> UpdateOutcome:
+        """Clip and apply what was accumulated, unless it or the loss is not finite; forget it either way.
+
+        Clipped surrogates turn a loss of NaN into a gradient of 0, so the gradient alone would not tell.
+        """
         norm = _norm([master.grad for master in self._masters if master.grad is not None])
         value = float(norm)
-        applied = math.isfinite(value)
+        applied = math.isfinite(value) and math.isfinite(loss)
         if applied:
             gradients = [master.grad for master in self._masters if master.grad is not None]
             if value > self._grad_clip:
