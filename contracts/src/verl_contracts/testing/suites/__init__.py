@@ -7,7 +7,10 @@ Every module is imported by itself (`from verl_contracts.testing.suites.rollout 
 suite's own needs (torch, hypothesis) are those of its users only.
 """
 
-import pytest
+try:
+    import pytest
+except ImportError as exc:
+    raise ImportError("the conformance suites need pytest: pip install 'verl-contracts[testing]'") from exc
 
 __all__: list[str] = []
 
