@@ -73,13 +73,13 @@ class ShmReceiver:
             stream.join()
             load = target.load(stream.items())
             stream.check_load(load)
+            stream.finish()
         except BaseException as exc:
             error = exc if isinstance(exc, WeightSyncError) else stream.error(f"{type(exc).__name__}: {exc}")
             self._leave(str(error))
             if error is exc or not isinstance(exc, Exception):
                 raise
             raise error from exc
-        stream.finish()
         return TransferReport(
             owner=self._owner,
             rank=self._rank,
@@ -163,6 +163,7 @@ class _Stream:
         while True:
             self._wait(lambda: segment.head > sequence)  # noqa: B023 - polled before `sequence` changes
             frame = segment.read_frame(sequence)
+            self._check_kept(segment)
             if frame.sequence != sequence:
                 raise self.error(f"frame {frame.sequence} lies where frame {sequence} was expected")
             if frame.kind == END_FRAME:
@@ -174,6 +175,7 @@ class _Stream:
                 if record.at + record.num_bytes > frame.payload_bytes:
                     raise self.error(f"{record} points past the {frame.payload_bytes} bytes of frame {sequence}")
                 yield from self._take(segment, record, frame.payload_at)
+                self._check_kept(segment)
             sequence += 1
             segment.set_cursor(self._reader, sequence)
 
@@ -190,7 +192,9 @@ class _Stream:
 
     def finish(self) -> None:
         """Tell the sender that everything is loaded."""
-        self._opened().set_reader_state(self._reader, READER_DONE)
+        segment = self._opened()
+        self._check_kept(segment)
+        segment.set_reader_state(self._reader, READER_DONE)
         self._over = True
 
     def fail(self, reason: str) -> None:
@@ -275,6 +279,11 @@ class _Stream:
             raise self.error("the digest over all tensors differs from the sender's")
         self._ended = True
 
+    def _check_kept(self, segment: Segment) -> None:
+        """Raise when the sender dropped us. It says so before it writes over what we may still be reading."""
+        if segment.dropped(self._reader):
+            raise self.error(f"the sender went on without us after {self._counts()}")
+
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait for the sender. Raises when it failed, died or dropped us, on abort, and at the deadline."""
         segment = self._opened()
@@ -286,8 +295,7 @@ class _Stream:
                 raise self.error(f"aborted: {reason}")
             if segment.state == FAILED:
                 raise self.error(f"the sender failed after {self._counts()}: {segment.sender_words()}")
-            if segment.dropped(self._reader):
-                raise self.error(f"the sender went on without us after {self._counts()}")
+            self._check_kept(segment)
             if not self._deadline.remaining(self._clock):
                 reason = f"nothing more came within {self._deadline.limit_s:.3g} s; have {self._counts()}"
                 raise self.error(reason, missing=[f"{sender.owner} rank {sender.rank}"])
