@@ -51,7 +51,7 @@ def config_of(family: Family) -> PreTrainedConfig:
     return LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=44,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,

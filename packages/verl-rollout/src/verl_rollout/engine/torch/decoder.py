@@ -84,7 +84,7 @@ class Decoder:
         self._replica_id = replica_id
         self._fixed = settings.deterministic
         self._slots = settings.max_num_seqs
-        self._width = max(_FIXED_ROWS, self._slots) if self._fixed else self._slots
+        self._width = _round_up(max(_FIXED_ROWS, self._slots), shape.row_unit) if self._fixed else self._slots
         self._rows = Rows(self._width, settings.max_model_len)
         self._prefixes: dict[tuple[int, ...], Job] = {}
         self.version: int | None = None

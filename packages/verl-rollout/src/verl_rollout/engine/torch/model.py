@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,10 @@ __all__ = ["Shape", "allocate", "build_model", "release"]
 
 _log = logging.getLogger(__name__)
 
+_VECTOR = 32
+"""Elements per turn of a vectorized loop. What is left over at a tensor's end is computed by other instructions, whose
+bits differ (measured for SiLU), so a tensor whose bits must not depend on the row has no left-over."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -29,6 +34,8 @@ class Shape:
     """Key and value heads."""
     head_dim: int
     vocab_size: int
+    row_unit: int
+    """In deterministic mode the rows of a pass are a multiple of this. See `_VECTOR`."""
 
     def build_cache(self, *, slots: int, dtype: torch.dtype, max_length: int) -> KVCache:
         """Return an empty cache."""
@@ -73,11 +80,14 @@ def build_model(settings: RolloutSettings) -> tuple[PreTrainedModel, Shape]:
         if next(module.buffers(recurse=False), None) is not None:
             model._init_weights(module)  # type: ignore[no-untyped-call]
     model.requires_grad_(False).train(mode=False)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = (head_dim, config.hidden_size, getattr(config, "intermediate_size", None) or 1)
     shape = Shape(
         layers=config.num_hidden_layers,
         heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim,
         vocab_size=config.vocab_size,
+        row_unit=_VECTOR // math.gcd(_VECTOR, *sizes),
     )
     _log.info("built %s with %d parameters, empty", type(model).__name__, model.num_parameters())
     return model, shape

@@ -62,7 +62,7 @@ def choose(
     if top_p is not None and top_k is not None:
         logits = _truncated(logits, top_p, top_k, greedy)
     logprobs = torch.log_softmax(logits, dim=-1)
-    cdf = logprobs.exp().cumsum_(dim=-1)
+    cdf = logits.softmax(dim=-1).cumsum_(dim=-1)
     ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
     ids.clamp_(max=logits.shape[1] - 1)
     if greedy is not None and bool(greedy.any()):
