@@ -83,7 +83,7 @@ class LeastLoadedBalancer:
         self._reap()
         if not self._serving():
             raise self._none_left()
-        if not self._waiting and self._fits(n):
+        if not self._waiting and self._room() >= n:
             return self._grant(keys)
         waiter = _Waiter(keys=keys, granted=asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
@@ -99,6 +99,12 @@ class LeastLoadedBalancer:
         except BaseException:
             self._withdraw(waiter)
             raise
+
+    async def acquire_some(self, keys: Sequence[str | None], /, *, deadline: Deadline) -> tuple[Lease, ...]:
+        """Grant at least one lease, and more while there is capacity that nobody else waits for; in order of `keys`."""
+        first = await self.acquire(1, keys=keys[:1], deadline=deadline)
+        room = 0 if self._waiting else self._room()
+        return first + self._grant(keys[1 : 1 + room])
 
     async def release(self, leases: Sequence[Lease], outcome: LeaseOutcome, /, *, reason: str = "") -> None:
         """Give leases back. `FAILURE` quarantines their replica, and `reason` is told to whoever finds none left."""
@@ -179,8 +185,8 @@ class LeastLoadedBalancer:
     def _serving(self) -> list[_Member]:
         return [member for member in self._members.values() if member.state == "active"]
 
-    def _fits(self, n: int) -> bool:
-        return sum(max(0, member.capacity - member.in_flight) for member in self._serving()) >= n
+    def _room(self) -> int:
+        return sum(max(0, member.capacity - member.in_flight) for member in self._serving())
 
     def _grant(self, keys: Sequence[str | None]) -> tuple[Lease, ...]:
         return tuple(self._grant_one(key) for key in keys)
@@ -206,7 +212,7 @@ class LeastLoadedBalancer:
         return min(self._serving(), key=lambda member: (member.in_flight / member.capacity, member.last_grant))
 
     def _serve_waiting(self) -> None:
-        while self._waiting and self._fits(len(self._waiting[0].keys)):
+        while self._waiting and self._room() >= len(self._waiting[0].keys):
             waiter = self._waiting.popleft()
             if not waiter.granted.done():
                 waiter.granted.set_result(self._grant(waiter.keys))

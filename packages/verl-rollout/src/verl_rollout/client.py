@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from verl_contracts.errors import ActorFailed, WaitTimeout
-from verl_contracts.rollout import ABORTED, FAILURE, SUCCESS
+from verl_contracts.rollout import ABORTED, SUCCESS
 from verl_contracts.tokens import AbortedCompletion, Completion
+from verl_rollout.leases import LeaseDesk
 from verl_rollout.remote_balancer import RemoteBalancer
 from verl_rollout.replica.proxy import ReplicaProxy
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_contracts.clock import Deadline
-    from verl_contracts.rollout import Lease, LeaseOutcome, LLMClient
+    from verl_contracts.rollout import LLMClient
     from verl_contracts.runtime import ActorContext, ActorRef
     from verl_contracts.tokens import GenerationRequest, VersionSpan
     from verl_rollout.addresses import ReplicaAddress
@@ -56,13 +57,13 @@ class BalancedClient:
         self._balancer = RemoteBalancer(caller=context.caller, clock=context.clock, actor=balancer)
         self._request_limit_s = request_limit_s
         self._replicas = {address.replica: ReplicaProxy(caller=context.caller, address=address) for address in replicas}
-        self._releases: set[asyncio.Task[None]] = set()
+        self._desk = LeaseDesk(balancer=self._balancer, clock=context.clock)
 
     async def generate(self, request: GenerationRequest, /, *, deadline: Deadline) -> Completion | AbortedCompletion:
         """Generate one sequence on some replica. Cancelling stops it there."""
         session = f"{request.key.uid}/{request.key.sample}"
         while True:
-            (lease,) = await self._balancer.acquire(1, keys=(session,), deadline=deadline)
+            lease = await self._desk.take(session, deadline=deadline)
             try:
                 reply = await self._ask(lease.replica, request, deadline)
             except _ReplicaFailed as exc:
@@ -70,12 +71,12 @@ class BalancedClient:
                     "replica %s failed request %s, which goes elsewhere: %s", lease.replica, request.request_id, exc
                 )
                 self._replicas.pop(lease.replica, None)
-                await asyncio.shield(self._give_back(lease, FAILURE, reason=str(exc)))
+                await asyncio.shield(self._desk.quarantine(lease, str(exc)))
             except BaseException:
-                self._give_back(lease, ABORTED)
+                self._desk.give_back(lease, ABORTED)
                 raise
             else:
-                self._give_back(lease, SUCCESS if isinstance(reply, Completion) else ABORTED)
+                self._desk.give_back(lease, SUCCESS if isinstance(reply, Completion) else ABORTED)
                 return reply
 
     async def _ask(
@@ -104,20 +105,6 @@ class BalancedClient:
             address = await self._balancer.locate(replica_id)
             replica = self._replicas[replica_id] = ReplicaProxy(caller=self._caller, address=address)
         return replica
-
-    def _give_back(self, lease: Lease, outcome: LeaseOutcome, *, reason: str = "") -> asyncio.Task[None]:
-        """Release in the background: the answer need not wait for it, and cancelling the caller must not undo it."""
-        task = asyncio.ensure_future(self._release(lease, outcome, reason))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-        return task
-
-    async def _release(self, lease: Lease, outcome: LeaseOutcome, reason: str) -> None:
-        try:
-            await self._balancer.release((lease,), outcome, reason=reason)
-        except (ActorFailed, WaitTimeout) as exc:
-            # The next acquire meets the same balancer and raises; here nobody may be listening any more.
-            _log.warning("the lease on %s could not be given back: %s", lease.replica, exc)
 
 
 class ResumableClient:

@@ -7,11 +7,11 @@ before a replica was added can reach it when it is granted a lease there.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import StateError
-from verl_contracts.rollout import ABORTED, BalancerRow, Lease, LoadBalancer
+from verl_contracts.rollout import ABORTED, BalancerRow, Lease
 from verl_rollout.addresses import ReplicaAddress, answer, answers
 from verl_rollout.balancer import LeastLoadedBalancer
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from verl_contracts.clock import Clock
-    from verl_contracts.rollout import LeaseOutcome
+    from verl_contracts.rollout import LeaseOutcome, LoadBalancer
     from verl_contracts.runtime import ActorContext, ActorRef, Caller
 
-__all__ = ["BalancerActor", "RemoteBalancer", "ReplicaDirectory"]
+__all__ = ["BalancerActor", "RemoteBalancer"]
 
 T = TypeVar("T")
 
@@ -30,18 +30,6 @@ _CALL_LIMIT_S = 30.0
 """Longest that a call may take which only changes counts."""
 _GRACE_S = 5.0
 """How long after its limit the answer of a call that waits may come."""
-
-
-class ReplicaDirectory(LoadBalancer, Protocol):
-    """A balancer that also says why a replica failed and where one lives: what a client needs of it."""
-
-    async def release(self, leases: Sequence[Lease], outcome: LeaseOutcome, /, *, reason: str = "") -> None:
-        """Give leases back; `reason` is the replica's error when the outcome is a failure."""
-        ...
-
-    async def locate(self, replica: str, /) -> ReplicaAddress:
-        """Return the address of a replica. Raises `StateError` for one that was never registered."""
-        ...
 
 
 class BalancerActor:
@@ -55,6 +43,10 @@ class BalancerActor:
     async def acquire(self, keys: tuple[str | None, ...], wait_s: float) -> tuple[Lease, ...]:
         """Grant one lease per key, within `wait_s`."""
         return await self._balancer.acquire(len(keys), keys=keys, deadline=Deadline.after(self._clock, wait_s))
+
+    async def acquire_some(self, keys: tuple[str | None, ...], wait_s: float) -> tuple[Lease, ...]:
+        """Grant leases for the first keys, at least one, within `wait_s`."""
+        return await self._balancer.acquire_some(keys, deadline=Deadline.after(self._clock, wait_s))
 
     async def release(self, leases: tuple[Lease, ...], outcome: LeaseOutcome, reason: str) -> None:
         """Take leases back."""
@@ -131,6 +123,11 @@ class RemoteBalancer:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    async def acquire_some(self, keys: Sequence[str | None], /, *, deadline: Deadline) -> tuple[Lease, ...]:
+        """Grant leases for the first of `keys`, at least one. Not to be cancelled: a grant on its way would be lost."""
+        granted = await self._wait("acquire_some", deadline, keys=tuple(keys))
+        return answers(granted, Lease, method="BalancerActor.acquire_some")
+
     async def release(self, leases: Sequence[Lease], outcome: LeaseOutcome, /, *, reason: str = "") -> None:
         """Give leases back."""
         await self._call("release", leases=tuple(leases), outcome=outcome, reason=reason)
@@ -176,5 +173,5 @@ class RemoteBalancer:
 
 if TYPE_CHECKING:
 
-    def _is_directory(x: RemoteBalancer) -> ReplicaDirectory:
+    def _is_balancer(x: RemoteBalancer) -> LoadBalancer:
         return x
