@@ -35,9 +35,9 @@ def resolve_optional(value: object, *, key: str = "value") -> str | None:
 def build_config(config_class: type[C], options: Mapping[str, object], *, key: str) -> C:
     """Build a plug-in's `Config`, a frozen dataclass, from `options`.
 
-    Numbers, text, booleans, literals, tuples, mappings and nested dataclasses are checked, whole numbers
-    pass for float, lists become tuples. Raises `ConfigError` naming ``key.option`` for each unknown, missing or
-    wrongly typed one.
+    Numbers, text, booleans, literals, tuples, mappings and nested dataclasses are checked; whole numbers pass for
+    float, and lists become tuples. A type that is imported for type checkers only is not checked. Raises `ConfigError`
+    naming ``key.option`` for each unknown, missing or wrongly typed one.
     """
     problems: list[str] = []
     built = _build(config_class, options, key, problems)

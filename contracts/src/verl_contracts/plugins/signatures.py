@@ -7,9 +7,14 @@ wrong keyword, and sync for async, which then fail in the middle of a run.
 from __future__ import annotations
 
 import inspect
+import itertools
 from inspect import Parameter, Signature
+from typing import TYPE_CHECKING
 
 from verl_contracts.plugins.finding import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["parameter_problems", "show_function", "without_first"]
 
@@ -35,7 +40,42 @@ def without_first(signature: Signature) -> Signature:
 
 
 def parameter_problems(has: Signature, wants: Signature) -> list[str]:
-    """Return why `has` refuses a call that `wants` allows; empty when it accepts them all. Neither has `self`."""
+    """Return why `has` refuses a call that `wants` allows; empty when it accepts them all. Neither has `self`.
+
+    Python itself gives the verdict, call by call; the reasons are found afterwards.
+    """
+    refused = next((call for call in _calls(wants) if not _binds(has, *call)), None)
+    if refused is None:
+        return []
+    positional, keywords = refused
+    shown = ", ".join([*positional, *(f"{name}=..." for name in keywords)])
+    return _reasons(has, wants) or [f"refuses the call ({shown})"]
+
+
+def _calls(signature: Signature) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield every call that `signature` allows: what goes by position, and what by name."""
+    parameters = list(signature.parameters.values())
+    by_position = [p for p in parameters if p.kind in _POSITIONAL]
+    for count in range(len(by_position) + 1):
+        rest = [p for p in parameters if p not in by_position[:count]]
+        ways: list[tuple[str | None, ...]] = []
+        for parameter in rest:
+            named = (parameter.name,) if parameter.kind in _KEYWORD else ()
+            omitted = (None,) if parameter.default is not Parameter.empty else ()
+            ways.append((*named, *omitted))
+        for chosen in itertools.product(*ways):
+            yield [p.name for p in by_position[:count]], [name for name in chosen if name is not None]
+
+
+def _binds(signature: Signature, positional: list[str], keywords: list[str]) -> bool:
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError:  # which is the answer
+        return False
+    return True
+
+
+def _reasons(has: Signature, wants: Signature) -> list[str]:
     theirs = list(has.parameters.values())
     positional = [p for p in theirs if p.kind in _POSITIONAL]
     keyword = {p.name: p for p in theirs if p.kind in _KEYWORD}

@@ -1,0 +1,175 @@
+"""Deadlines, bounded waits and the watchdog, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, TypeVar
+
+import pytest
+
+from verl_contracts.clock import Deadline, SystemClock
+from verl_contracts.errors import WaitTimeout
+from verl_contracts.testing.virtual import VirtualClock, run_virtual
+from verl_contracts.waits import Wait, Waits, bounded, watch_waits
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+T = TypeVar("T")
+
+
+def virtually(case: Callable[[VirtualClock], Awaitable[T]]) -> T:
+    async def main() -> T:
+        return await case(VirtualClock(asyncio.get_running_loop()))
+
+    return run_virtual(main())
+
+
+def test_deadline_counts_down_and_stops_at_zero() -> None:
+    async def case(clock: VirtualClock) -> None:
+        deadline = Deadline.after(clock, 100.0)
+        await clock.sleep(60.0)
+        assert deadline.remaining(clock) == pytest.approx(40.0)
+        assert deadline.within(clock, 10.0).remaining(clock) == pytest.approx(10.0)
+        assert deadline.within(clock, 1000.0) is deadline
+        await clock.sleep(60.0)
+        assert deadline.remaining(clock) == 0.0
+        assert deadline.limit_s == 100.0
+
+    virtually(case)
+
+
+def test_hours_pass_at_once_in_virtual_time() -> None:
+    before = SystemClock().now()
+
+    async def case(clock: VirtualClock) -> float:
+        await clock.sleep(36_000.0)
+        return clock.now()
+
+    assert virtually(case) == pytest.approx(36_000.0)
+    assert SystemClock().now() - before < 5.0
+
+
+def test_deadlock_is_found_at_once_in_virtual_time() -> None:
+    with pytest.raises(RuntimeError, match="deadlock"):
+        run_virtual(asyncio.Event().wait())
+
+
+def test_bounded_wait_returns_the_value_when_it_comes_in_time() -> None:
+    async def case(clock: VirtualClock) -> None:
+        waits = Waits()
+
+        async def late() -> int:
+            await clock.sleep(9.0)
+            return 7
+
+        deadline = Deadline.after(clock, 10.0)
+        assert await bounded(late(), subject="s", holder="h", deadline=deadline, clock=clock, waits=waits) == 7
+        assert waits.current() == ()
+
+    virtually(case)
+
+
+def test_bounded_wait_raises_and_cancels_at_the_deadline() -> None:
+    async def case(clock: VirtualClock) -> None:
+        cancelled = asyncio.Event()
+
+        async def never() -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        missing = ["r1", "r2"]
+        with pytest.raises(WaitTimeout) as caught:
+            await bounded(
+                never(),
+                subject="join",
+                holder=lambda: ", ".join(missing),
+                deadline=Deadline.after(clock, 3.0),
+                clock=clock,
+            )
+        assert str(caught.value) == "waited 3 s for join, held by r1, r2"
+        assert clock.now() == pytest.approx(3.0)
+        assert cancelled.is_set()
+
+    virtually(case)
+
+
+def test_expired_deadline_raises_at_once() -> None:
+    async def case(clock: VirtualClock) -> None:
+        deadline = Deadline.after(clock, 1.0)
+        await clock.sleep(5.0)
+        with pytest.raises(WaitTimeout):
+            await bounded(clock.sleep(1.0), subject="s", holder="h", deadline=deadline, clock=clock)
+        assert clock.now() == pytest.approx(5.0)
+
+    virtually(case)
+
+
+def test_inner_timeout_passes_through_unchanged() -> None:
+    async def case(clock: VirtualClock) -> None:
+        async def impatient() -> None:
+            async with asyncio.timeout(1.0):
+                await asyncio.Event().wait()
+
+        with pytest.raises(TimeoutError) as caught:
+            await bounded(impatient(), subject="s", holder="h", deadline=Deadline.after(clock, 9.0), clock=clock)
+        assert not isinstance(caught.value, WaitTimeout)
+
+    virtually(case)
+
+
+def test_cancellation_passes_through_and_unlists() -> None:
+    async def case(clock: VirtualClock) -> None:
+        waits = Waits()
+        task = asyncio.create_task(
+            bounded(
+                clock.sleep(50.0),
+                subject="s",
+                holder="h",
+                deadline=Deadline.after(clock, 99.0),
+                clock=clock,
+                waits=waits,
+            )
+        )
+        await clock.sleep(1.0)
+        assert len(waits.current()) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert waits.current() == ()
+
+    virtually(case)
+
+
+def test_waits_are_listed_oldest_first() -> None:
+    waits = Waits()
+    with (
+        waits.listed("new", "b", since=2.0, limit_s=5.0),
+        waits.listed("old", lambda: "a", since=1.0, limit_s=6.0),
+    ):
+        assert waits.current() == (
+            Wait(subject="old", holder="a", since=1.0, limit_s=6.0),
+            Wait(subject="new", holder="b", since=2.0, limit_s=5.0),
+        )
+    assert waits.current() == ()
+
+
+def test_watchdog_names_old_waits_only(caplog: pytest.LogCaptureFixture) -> None:
+    async def case(clock: VirtualClock) -> None:
+        waits = Waits()
+        watchdog = asyncio.create_task(watch_waits(clock=clock, older_than_s=10.0, every_s=5.0, waits=waits))
+        with waits.listed("weights", "replica 2", since=clock.now(), limit_s=60.0):
+            await clock.sleep(9.0)
+            assert caplog.messages == []
+            await clock.sleep(2.0)
+        await clock.sleep(30.0)
+        watchdog.cancel()
+        await asyncio.gather(watchdog, return_exceptions=True)
+
+    with caplog.at_level(logging.WARNING):
+        virtually(case)
+    assert caplog.messages == ["waiting 10 s of 60 s for weights, held by replica 2"]
