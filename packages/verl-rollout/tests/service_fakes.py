@@ -458,7 +458,13 @@ class World:
 @asynccontextmanager
 async def world() -> AsyncIterator[World]:
     """Give a runtime in virtual time, and close it."""
-    clock = VirtualClock(asyncio.get_running_loop())
+    async with world_on(VirtualClock(asyncio.get_running_loop())) as here:
+        yield here
+
+
+@asynccontextmanager
+async def world_on(clock: Clock) -> AsyncIterator[World]:
+    """Give a runtime on any clock, and close it."""
     events = RecordingEvents(clock)
     runtime = await InProcessRuntime.create(RuntimeSettings(run_id="test"), clock=clock, events=events)
     try:
