@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from verl_contracts.failures import FailureRecord
@@ -119,8 +120,17 @@ class Worker:
     async def fail_stubbornly(self) -> None:
         raise StubbornError("cannot travel")
 
+    async def stubborn(self) -> object:
+        return threading.Lock()
+
+    async def block_loop(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251
+
     def leave(self, code: int) -> None:
         sys.exit(code)
+
+    def leave_hard(self, code: int) -> None:
+        os._exit(code)
 
     def vanish(self, text: str) -> None:
         sys.stderr.write(f"{text}\n")
@@ -182,7 +192,8 @@ class DiesInInit:
 class Slow:
     """Takes long to construct."""
 
-    def __init__(self, *, context: ActorContext, seconds: float) -> None:
+    def __init__(self, *, context: ActorContext, seconds: float, note: str) -> None:
+        Path(note).write_text(str(os.getpid()), encoding="ascii")
         time.sleep(seconds)
 
 

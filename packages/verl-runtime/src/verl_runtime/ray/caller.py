@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from verl_contracts.clock import Clock, Deadline
 from verl_contracts.errors import ActorFailed, ConfigError
 from verl_contracts.failures import FailureRecord
 from verl_contracts.runtime import PayloadRef
 from verl_contracts.waits import bounded
 from verl_runtime.ray.autopsy import describe_death, oom_kills, read_tail
+from verl_runtime.ray.elsewhere import run_on_node
 from verl_runtime.ray.port import Port
 from verl_runtime.ray.wire import RayAddress, pack, unpack
 
@@ -20,12 +24,13 @@ if TYPE_CHECKING:
 
     from ray import ObjectRef
 
-    from verl_contracts.clock import Clock, Deadline
     from verl_contracts.runtime import ActorRef, Caller
     from verl_runtime.ray.port import Exchange
 
 __all__ = ["RayCaller"]
 
+_log = logging.getLogger(__name__)
+_TAIL_LIMIT_S = 5.0
 _INSIDE_BYTES = 64 * 1024
 """Values up to this size, pickled, travel inside their reference."""
 
@@ -50,7 +55,7 @@ class RayCaller:
         self, actor: ActorRef, method: str, arguments: Mapping[str, object], /, *, deadline: Deadline
     ) -> object:
         """Call a method of an actor in this cluster; calls of one tick travel together."""
-        return await self._port(actor).call(method, arguments, deadline=deadline)
+        return await (await self._port(actor)).call(method, arguments, deadline=deadline)
 
     async def put(self, value: object, /) -> PayloadRef:
         """Keep the value inside the reference when small, else in this node's store."""
@@ -87,6 +92,11 @@ class RayCaller:
         self._ports[actor.name] = port
         return port
 
+    def exchanges(self, actor: ActorRef) -> int:
+        """Return how many remote calls went to `actor`."""
+        port = self._ports.get(actor.name)
+        return port.exchanges if port is not None else 0
+
     def fail(self, actor: ActorRef, record: FailureRecord) -> None:
         """Fail pending and later calls of an actor."""
         if (port := self._ports.get(actor.name)) is not None:
@@ -94,11 +104,29 @@ class RayCaller:
 
     async def examine(self, actor: ActorRef, error: BaseException) -> FailureRecord:
         """Describe why `actor` is gone."""
-        path = actor.token.log_path if isinstance(actor.token, RayAddress) else ""
-        lines = await asyncio.to_thread(read_tail, path)
+        lines = await self._last_lines(actor)
         return describe_death(actor, error, lines=lines, oom_kills_since=oom_kills() - self._oom_kills)
 
-    def _port(self, actor: ActorRef) -> Port:
+    async def _last_lines(self, actor: ActorRef) -> tuple[str, ...]:
+        address = actor.token
+        if not isinstance(address, RayAddress):
+            return ()
+        lines = await asyncio.to_thread(read_tail, address.log_path)
+        if lines or not address.node_id or address.node == socket.gethostname():
+            return lines
+        try:
+            return await bounded(
+                run_on_node(address.node_id, read_tail, address.log_path),
+                subject=f"last lines of {actor.name}",
+                holder=address.node,
+                deadline=Deadline.after(self._clock, _TAIL_LIMIT_S),
+                clock=self._clock,
+            )
+        except Exception as exc:  # the node is gone as well: its lines are lost, the failure is still reported
+            _log.debug("no last lines of %s: %s", actor.name, exc)
+            return ()
+
+    async def _port(self, actor: ActorRef) -> Port:
         known = self._ports.get(actor.name)
         if known is not None:
             return known
@@ -109,9 +137,7 @@ class RayCaller:
         try:
             handle = ray.get_actor(actor.name, namespace=actor.token.namespace)
         except ValueError as exc:
-            lines = read_tail(actor.token.log_path)
-            record = describe_death(actor, exc, lines=lines, oom_kills_since=0)
-            raise ActorFailed(record) from exc
+            raise ActorFailed(await self.examine(actor, exc)) from exc
         return self.open_port(actor, cast("Exchange", handle.exchange))
 
     @staticmethod

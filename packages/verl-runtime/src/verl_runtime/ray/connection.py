@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from typing import TYPE_CHECKING
 
 from verl_contracts.errors import ConfigError, ResourcesError
+from verl_runtime.processes import MARK
+from verl_runtime.ray.guardian import Guardian
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -33,7 +36,8 @@ class Connection:
 
     _shares = 0
     _opened_here = False
-    _started_here = False
+    _guardian: Guardian | None = None
+    """Ends the processes of a Ray that was started here; Ray's own way of doing so is not certain under load."""
 
     def __init__(self, *, address: str | None, num_cpus: int | None, object_store_mb: int) -> None:
         require_ray()
@@ -42,29 +46,21 @@ class Connection:
         self._open = True
         if not ray.is_initialized():
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            where = "start Ray on this machine" if address is None else f"reach Ray at {address!r}"
             try:
                 if address is None:
-                    ray.init(
-                        address="local",
-                        num_cpus=num_cpus,
-                        object_store_memory=object_store_mb * 2**20,
-                        include_dashboard=False,
-                        log_to_driver=False,
-                        logging_level=logging.ERROR,
-                    )
+                    _start(num_cpus=num_cpus, object_store_mb=object_store_mb)
                 else:
                     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, OSError, RuntimeError, ValueError) as exc:
-                where = "start Ray on this machine" if address is None else f"reach Ray at {address!r}"
                 raise ResourcesError(f"could not {where}: {exc}") from exc
             Connection._opened_here = True
-            Connection._started_here = address is None
         Connection._shares += 1
 
     @property
     def alone(self) -> bool:
         """Whether nobody but this runtime can hold devices of the cluster."""
-        return Connection._started_here and Connection._shares == 1
+        return Connection._guardian is not None and Connection._shares == 1
 
     def close(self) -> None:
         """Give the share back. Harmless when done twice."""
@@ -75,8 +71,11 @@ class Connection:
         if Connection._shares == 0 and Connection._opened_here:
             import ray
 
-            Connection._opened_here = Connection._started_here = False
+            Connection._opened_here = False
             ray.shutdown()
+            if Connection._guardian is not None:
+                Connection._guardian.close()
+                Connection._guardian = None
 
     def __enter__(self) -> Connection:
         return self
@@ -85,3 +84,30 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _start(*, num_cpus: int | None, object_store_mb: int) -> None:
+    """Start Ray for this process alone, with a guardian that knows its processes by their mark."""
+    import ray
+
+    cluster = f"verl-cluster-{os.getpid()}-{secrets.token_hex(4)}"
+    guardian = Guardian(namespace=cluster, folder=None)
+    outer = os.environ.get(MARK)
+    os.environ[MARK] = f"{cluster}/ray"
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            object_store_memory=object_store_mb * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except BaseException:
+        guardian.close()
+        raise
+    finally:
+        del os.environ[MARK]
+        if outer is not None:
+            os.environ[MARK] = outer
+    Connection._guardian = guardian

@@ -26,13 +26,13 @@ from verl_runtime.ray.autopsy import LAST_WORDS
 from verl_runtime.ray.caller import RayCaller
 from verl_runtime.ray.owner import OwnerWatch
 from verl_runtime.ray.sessions import Session
-from verl_runtime.ray.wire import unpack
+from verl_runtime.ray.wire import pack_replies, unpack, unpack_calls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_contracts.runtime import ObjectSpec
-    from verl_runtime.ray.wire import Boot, CallRow, ReplyRow
+    from verl_runtime.ray.wire import Boot, Packet
 
 __all__ = ["CONTROL", "ActorHost", "Birth"]
 
@@ -50,6 +50,7 @@ class Birth(NamedTuple):
 
     pid: int
     node: str
+    node_id: str
 
 
 class ActorHost:
@@ -74,7 +75,9 @@ class ActorHost:
     async def born(self) -> Birth:
         """Control: answer that the process is there."""
         self._failures = FailureChannel()
-        return Birth(self._pid, socket.gethostname())
+        import ray
+
+        return Birth(self._pid, socket.gethostname(), ray.get_runtime_context().get_node_id())
 
     async def build(self) -> FailureRecord | None:
         """Default: build the object; return the failure if there is one."""
@@ -97,14 +100,14 @@ class ActorHost:
             return FailureRecord.from_exception(exc, role=boot.role, rank=boot.rank)
         return None
 
-    async def exchange(self, session: str, rows: Sequence[CallRow], cancels: Sequence[int]) -> list[ReplyRow]:
+    async def exchange(self, session: str, calls: Packet, cancels: Sequence[int]) -> Packet:
         """Default: start and cancel calls of one caller; return what is complete."""
         if session not in self._sessions:
             self._forget_sessions()
             self._sessions[session] = Session(
                 self._hosted, role=self._boot.role, rank=self._boot.rank, clock=self._clock, on_exit=self._end
             )
-        return await self._sessions[session].exchange(rows, cancels)
+        return pack_replies(await self._sessions[session].exchange(unpack_calls(calls), cancels))
 
     async def beat(self) -> None:
         """Control: the driver lives."""

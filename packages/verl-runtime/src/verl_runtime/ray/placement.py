@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
     from verl_contracts.clock import Clock, Deadline
+    from verl_contracts.errors import ResourcesError
     from verl_contracts.runtime import PlacementRequest
     from verl_runtime.pools import Pools
 
@@ -39,9 +40,9 @@ async def open_group(
     import ray
 
     if not fits(request, _nodes(total=True)):
-        raise refusal(request, _nodes(total=False), _holders(pools, name))
+        raise _refuse(request, name=name, pools=pools)
     if alone and not fits(request, _nodes(total=True, minus=pools)):
-        raise refusal(request, _nodes(total=False), _holders(pools, name))
+        raise _refuse(request, name=name, pools=pools)
     if alone:
         deadline = deadline.within(clock, _SETTLE_S)
     bundles = [
@@ -52,7 +53,7 @@ async def open_group(
     try:
         while not await asyncio.to_thread(group.wait, min(_SLICE_S, deadline.remaining(clock))):
             if deadline.remaining(clock) <= 0:
-                raise refusal(request, _nodes(total=False), _holders(pools, name))
+                raise _refuse(request, name=name, pools=pools)
     except BaseException:
         remove_group(group)
         raise
@@ -96,15 +97,21 @@ def _nodes(*, total: bool, minus: Pools | None = None) -> Mapping[str, Free]:
     return nodes
 
 
-def _holders(pools: Pools, name: str) -> list[str]:
-    """Describe our own pools, and those of other runs as far as Ray names them."""
+def _refuse(request: PlacementRequest, *, name: str, pools: Pools) -> ResourcesError:
+    """Describe what is free and who holds the rest: our pools, other runs' groups, and what nobody accounts for."""
     import ray
 
-    ours = list(pools.holders())
     own = name.rpartition("/")[0] + "/"
     others = [
         f"placement group {row['name']!r}"
         for row in ray.util.placement_group_table().values()
         if row["state"] == "CREATED" and not row["name"].startswith(own)
     ]
-    return ours + others
+    nodes, free = _nodes(total=True).values(), _nodes(total=False)
+    held = pools.held()
+    cpus = sum(node.cpus for node in nodes) - sum(room.cpus for room in free.values()) - held.cpus
+    gpus = sum(node.gpus for node in nodes) - sum(room.gpus for room in free.values()) - held.gpus
+    rest = []
+    if not others and (cpus > 0 or gpus > 0):
+        rest = [f"something outside any pool, or just being released: {Free(cpus=cpus, gpus=gpus)}"]
+    return refusal(request, free, [*pools.holders(), *others, *rest])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from verl_contracts.errors import ActorFailed
 from verl_contracts.waits import bounded
-from verl_runtime.ray.wire import CallRow, ReplyRow, pack, unpack_reply
+from verl_runtime.ray.wire import CallRow, pack, pack_calls, unpack_replies, unpack_reply
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from verl_contracts.clock import Clock, Deadline
     from verl_contracts.failures import FailureRecord
     from verl_contracts.runtime import ActorRef
+    from verl_runtime.ray.wire import Packet
 
 __all__ = ["Exchange", "Port"]
 
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 class Exchange(Protocol):
     """The remote method of a host, as Ray hands it out."""
 
-    def remote(self, session: str, rows: Sequence[CallRow], cancels: Sequence[int], /) -> Awaitable[Sequence[ReplyRow]]:
+    def remote(self, session: str, calls: Packet, cancels: Sequence[int], /) -> Awaitable[Packet]:
         """Send calls and cancellations; the result holds what is complete."""
         ...
 
@@ -121,11 +122,11 @@ class Port:
 
     async def _collect(self, rows: Sequence[CallRow], cancels: Sequence[int]) -> None:
         try:
-            replies = await self._exchange.remote(self._session, rows, cancels)
+            packet = await self._exchange.remote(self._session, pack_calls(rows), cancels)
         except Exception as exc:  # Ray's many errors for an actor, a node or a cluster that is gone
             self.fail(await self._examine(self._actor, exc))
             return
-        for reply in replies:
+        for reply in unpack_replies(packet):
             outcome = self._pending.pop(reply.number, None)
             if outcome is None or outcome.done():
                 continue

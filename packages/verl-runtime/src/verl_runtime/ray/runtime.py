@@ -13,9 +13,9 @@ import secrets
 import socket
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from verl_contracts.errors import ActorFailed, StateError, WaitTimeout
 from verl_contracts.failures import FailureRecord
@@ -26,6 +26,7 @@ from verl_runtime.pools import Pools, check_request
 from verl_runtime.processes import sweep
 from verl_runtime.ray.caller import RayCaller
 from verl_runtime.ray.connection import Connection, require_ray
+from verl_runtime.ray.elsewhere import run_on_node
 from verl_runtime.ray.guardian import Guardian
 from verl_runtime.ray.handles import Handle, Pulse, open_handle
 from verl_runtime.ray.placement import open_group, remove_group
@@ -65,6 +66,7 @@ class RayConfig:
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Actor:
     ref: ActorRef
+    address: RayAddress
     handle: Handle
     pid: int = 0
     monitor: asyncio.Task[None] | None = None
@@ -88,11 +90,11 @@ class RayRuntime:
         self._counts: dict[tuple[str, int], itertools.count[int]] = {}
         self._namespace = config.namespace or f"verl-{settings.run_id}-{secrets.token_hex(4)}"
         self._closed = False
-        own_folder = tempfile.mkdtemp(prefix=f"{self._namespace}-") if settings.log_dir is None else None
-        self._log_dir = Path(settings.log_dir or own_folder or "").absolute()
         self._connection = Connection(
             address=config.address, num_cpus=config.num_cpus, object_store_mb=config.object_store_mb
         )
+        own_folder = tempfile.mkdtemp(prefix=f"{self._namespace}-") if settings.log_dir is None else None
+        self._log_dir = Path(settings.log_dir or own_folder or "").absolute()
         self._guardian = Guardian(namespace=self._namespace, folder=own_folder)
         self._pulse = Pulse(every_s=settings.owner_limit_s / 5)
 
@@ -200,6 +202,10 @@ class RayRuntime:
             self._connection.close()
             self._guardian.close()
 
+    def exchanges(self, actor: ActorRef) -> int:
+        """Return how many remote calls the calls to `actor` have cost so far: for measuring."""
+        return self._caller.exchanges(actor)
+
     def _start(self, spec: ActorSpec, *, name: str, log_path: str) -> _Actor:
         cpus = gpus = 0.0
         group = None
@@ -224,8 +230,9 @@ class RayRuntime:
         handle = open_handle(
             boot, namespace=self._namespace, cpus=cpus, gpus=gpus, group=group, bundle=spec.bundle, env=dict(spec.env)
         )
-        address = RayAddress(namespace=self._namespace, log_path=log_path, node=socket.gethostname())
-        return _Actor(ref=ActorRef(name=name, role=spec.role, rank=spec.rank, token=address), handle=handle)
+        address = RayAddress(namespace=self._namespace, log_path=log_path)
+        ref = ActorRef(name=name, role=spec.role, rank=spec.rank, token=address)
+        return _Actor(ref=ref, address=address, handle=handle)
 
     async def _settle(self, actor: _Actor, spec: ActorSpec, *, deadline: Deadline) -> None:
         who = f"{spec.role}[{spec.rank}]"
@@ -239,10 +246,9 @@ class RayRuntime:
             )
             self._pulse.add(actor.ref.name, actor.handle)
             actor.pid = birth.pid
-            address = cast("RayAddress", actor.ref.token)
-            token = RayAddress(namespace=address.namespace, log_path=address.log_path, node=birth.node)
-            actor.ref = ActorRef(name=actor.ref.name, role=spec.role, rank=spec.rank, token=token)
-            if self._is_here(actor):
+            actor.address = replace(actor.address, node=birth.node, node_id=birth.node_id)
+            actor.ref = replace(actor.ref, token=actor.address)
+            if actor.address.node == socket.gethostname():
                 self._guardian.watch(birth.pid)
             failure = await bounded(
                 actor.handle.build(),
@@ -282,7 +288,7 @@ class RayRuntime:
     async def _stop(self, actor: _Actor, cause: str, *, deadline: Deadline) -> None:
         """End an actor in order: fail its calls, close its object, kill its children, kill it."""
         actor.ended = True
-        record = self._record(actor.ref, cause)
+        record = self._record(actor, cause)
         self._caller.fail(actor.ref, record)
         limit_s = deadline.remaining(self._clock) * _CLOSE_SHARE
         try:
@@ -301,18 +307,23 @@ class RayRuntime:
         actor.ended = True
         self._pulse.remove(actor.ref.name)
         actor.handle.kill()
-        if actor.pid and self._is_here(actor):
-            sweep(mark=f"{self._namespace}/{actor.ref.name}", groups=(actor.pid,))
+        self._sweep(actor)
         self._pools.leave(actor.ref.name)
-        self._caller.fail(actor.ref, record or self._record(actor.ref, cause))
+        self._caller.fail(actor.ref, record or self._record(actor, cause))
         self._events.emit("runtime.ended", {"actor": actor.ref.name, "cause": cause, "failed": failed})
 
-    def _record(self, actor: ActorRef, cause: str) -> FailureRecord:
-        node = actor.token.node if isinstance(actor.token, RayAddress) else socket.gethostname()
-        return FailureRecord(role=actor.role, rank=actor.rank, node=node, cause=cause)
+    def _sweep(self, actor: _Actor) -> None:
+        """Kill the children that an actor left, on its own node."""
+        mark = f"{self._namespace}/{actor.ref.name}"
+        if actor.address.node == socket.gethostname():
+            sweep(mark=mark, groups=(actor.pid,) if actor.pid else ())
+            self._guardian.forget(actor.pid)
+        elif actor.address.node_id:
+            run_on_node(actor.address.node_id, sweep, mark=mark, groups=(actor.pid,))
 
-    def _is_here(self, actor: _Actor) -> bool:
-        return isinstance(actor.ref.token, RayAddress) and actor.ref.token.node == socket.gethostname()
+    @staticmethod
+    def _record(actor: _Actor, cause: str) -> FailureRecord:
+        return FailureRecord(role=actor.ref.role, rank=actor.ref.rank, node=actor.address.node, cause=cause)
 
     def _drop_pool(self, key: str) -> bool:
         group = self._groups.pop(key, None)

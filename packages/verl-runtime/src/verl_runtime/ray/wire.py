@@ -7,6 +7,7 @@ objects in Ray's store are kept apart from the bytes, because Ray must see them 
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from collections import ChainMap
@@ -17,13 +18,30 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from verl_contracts.errors import ActorFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ray import ObjectRef
 
     from verl_contracts.failures import FailureRecord
 
-__all__ = ["Boot", "CallRow", "Packed", "RayAddress", "ReplyRow", "pack", "pack_error", "unpack", "unpack_reply"]
+    Reducers = dict[type, Callable[[object], tuple[Callable[..., object], tuple[object, ...]]]]
+
+__all__ = [
+    "Boot",
+    "CallRow",
+    "Packed",
+    "Packet",
+    "RayAddress",
+    "ReplyRow",
+    "pack",
+    "pack_calls",
+    "pack_error",
+    "pack_replies",
+    "unpack",
+    "unpack_calls",
+    "unpack_replies",
+    "unpack_reply",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +50,10 @@ class RayAddress:
 
     namespace: str
     log_path: str
-    node: str
+    node: str = "unknown node"
+    """Host name."""
+    node_id: str = ""
+    """Ray's name of the node, empty until the process is there."""
 
 
 class Packed(NamedTuple):
@@ -63,6 +84,13 @@ class ReplyRow(NamedTuple):
     record: FailureRecord | None
 
 
+class Packet(NamedTuple):
+    """Several rows as they cross, in one piece: Ray is slow with many small objects."""
+
+    data: bytes
+    refs: tuple[ObjectRef[object], ...]
+
+
 class Boot(NamedTuple):
     """What a host process is told before it imports anything of the user's."""
 
@@ -90,7 +118,6 @@ def _take_ref(index: int) -> object:
 def pack(value: object, *, outside: bool = False) -> Packed:
     """Pickle `value`. With `outside`, large buffers are handed out instead of being copied into the bytes."""
     from ray import ObjectRef
-    from ray.cloudpickle import CloudPickler
 
     refs: list[ObjectRef[object]] = []
     buffers: list[pickle.PickleBuffer] = []
@@ -99,12 +126,25 @@ def pack(value: object, *, outside: bool = False) -> Packed:
         refs.append(ref)
         return _take_ref, (len(refs) - 1,)
 
-    file = io.BytesIO()
-    make = cast("Callable[..., pickle.Pickler]", CloudPickler)
-    pickler = make(file, protocol=5, buffer_callback=buffers.append if outside else None)
-    pickler.dispatch_table = ChainMap({ObjectRef: keep}, CloudPickler.dispatch_table)
-    pickler.dump(value)
-    return Packed(file.getvalue(), tuple(buffers), tuple(refs))
+    def dump(make: Callable[..., pickle.Pickler], reducers: Mapping[type, object]) -> bytes:
+        refs.clear()
+        buffers.clear()
+        file = io.BytesIO()
+        pickler = make(file, protocol=5, buffer_callback=buffers.append if outside else None)
+        pickler.dispatch_table = cast("Reducers", ChainMap({ObjectRef: keep}, cast("Reducers", reducers)))
+        pickler.dump(value)
+        return file.getvalue()
+
+    try:
+        data = dump(pickle.Pickler, copyreg.dispatch_table)
+        by_value = b"__main__" in data
+    except Exception:  # a lambda, a local class: what only cloudpickle can carry
+        by_value = True
+    if by_value:  # several times slower, hence second
+        from ray.cloudpickle import CloudPickler
+
+        data = dump(CloudPickler, CloudPickler.dispatch_table)
+    return Packed(data, tuple(buffers), tuple(refs))
 
 
 def unpack(data: bytes, refs: Sequence[object] = (), *, buffers: Sequence[bytearray] = ()) -> object:
@@ -115,6 +155,28 @@ def unpack(data: bytes, refs: Sequence[object] = (), *, buffers: Sequence[bytear
     finally:
         _REFS.reset(token)
     return value
+
+
+def pack_calls(rows: Iterable[CallRow]) -> Packet:
+    """Put calls into one packet."""
+    packed = pack([tuple(row) for row in rows])
+    return Packet(packed.data, packed.refs)
+
+
+def unpack_calls(packet: Packet) -> list[CallRow]:
+    """Undo `pack_calls`."""
+    return [CallRow._make(row) for row in cast("list[tuple[object, ...]]", unpack(*packet))]
+
+
+def pack_replies(rows: Iterable[ReplyRow]) -> Packet:
+    """Put results into one packet."""
+    packed = pack([tuple(row) for row in rows])
+    return Packet(packed.data, packed.refs)
+
+
+def unpack_replies(packet: Packet) -> list[ReplyRow]:
+    """Undo `pack_replies`."""
+    return [ReplyRow._make(row) for row in cast("list[tuple[object, ...]]", unpack(*packet))]
 
 
 def pack_error(number: int, error: BaseException, record: FailureRecord) -> ReplyRow:
