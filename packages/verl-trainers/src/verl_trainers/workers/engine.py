@@ -24,7 +24,7 @@ from verl_trainers.losses.kl import kl_estimate
 from verl_trainers.workers.algorithm import build_estimator, build_policy_loss
 from verl_trainers.workers.batch import build_rows, estimate_advantages, plan_micro_batches
 from verl_trainers.workers.forward import LanguageModel
-from verl_trainers.workers.model import DTYPES, load_model, narrow_parameters, shard_model
+from verl_trainers.workers.model import DTYPES, load_model, narrow_parameters, reshard_model, shard_model
 from verl_trainers.workers.optimizer import PolicyOptimizer
 from verl_trainers.workers.saving import save_policy
 from verl_trainers.workers.schedule import learning_rate
@@ -87,6 +87,7 @@ class FsdpEngine:
             compute_dtype=self._dtype,
             sharded=settings.world_size > 1,
         )
+        self._tensors = canonical_tensors(self._policy.module, self._optimizer.master_of)
         self._reference: LanguageModel | None = None
         if settings.actor.use_kl_loss:
             self._reference = self._load()
@@ -163,15 +164,13 @@ class FsdpEngine:
 
     def weights(self) -> PolicyWeights:
         """Return the present weights; it stays valid, and shows later ones later."""
-        tensors = canonical_tensors(self._policy.module, self._optimizer.master_of)
-        return PolicyWeights(tensors, dtype=DTYPES[self._settings.wire_dtype])
+        return PolicyWeights(self._tensors, dtype=DTYPES[self._settings.wire_dtype])
 
     def save(self, path: str, /) -> None:
         """Write a Hugging Face folder in the type of the forward pass, complete or not at all."""
-        tensors = canonical_tensors(self._policy.module, self._optimizer.master_of)
         save_policy(
             self._policy.module,
-            PolicyWeights(tensors, dtype=self._dtype),
+            PolicyWeights(self._tensors, dtype=self._dtype),
             path=path,
             origin=self._settings.model.path,
             write=self._settings.rank == 0,
@@ -211,6 +210,7 @@ class FsdpEngine:
             values = part.spread(model.log_probs(part.ids, part.chosen))
             if micro.live:
                 out[micro.rows, : values.shape[1]] = values.cpu()
+        reshard_model(model.module)
         return out
 
     def _backward(self, micro: MicroBatch, update: Update, inputs: _StepInputs) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from verl_contracts.errors import ConfigError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["DTYPES", "load_model", "narrow_parameters", "shard_model"]
+__all__ = ["DTYPES", "load_model", "narrow_parameters", "reshard_model", "shard_model"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Names that configs use → torch's types."""
@@ -64,6 +64,12 @@ def shard_model(model: PreTrainedModel, *, world_size: int, dtype: torch.dtype, 
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def reshard_model(model: nn.Module) -> None:
+    """Give back what a forward pass gathered and no backward pass will need. Nothing to do when it is not sharded."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def _block_classes(model: PreTrainedModel) -> frozenset[str]:
