@@ -61,7 +61,7 @@ class HostedObject:
             if inspect.iscoroutinefunction(function):
                 return await cast("Awaitable[object]", function(**arguments))
             result = await self._run(lambda: function(**arguments))
-            return await result if inspect.isawaitable(result) else result
+            return await result if inspect.isawaitable(result) else result  # wait: limited by whoever invokes
         except SystemExit as exc:
             raise Exited(f"SystemExit: {exc.code}") from exc
 
