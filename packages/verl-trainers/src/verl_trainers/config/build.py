@@ -33,6 +33,7 @@ NAME_KEYS = frozenset(
         "algorithm.adv_estimator",
         "reward.name",
         "reward.custom_reward_function.name",
+        "actor_rollout_ref.model.path",
         "actor_rollout_ref.actor.policy_loss.loss_mode",
         "actor_rollout_ref.rollout.name",
         "actor_rollout_ref.rollout.llm_server_manager_class",
