@@ -194,6 +194,30 @@ def test_dead_replica_is_removed_at_once_and_replaced() -> None:
     play(case)
 
 
+def test_dead_replica_is_replaced_on_its_own_device_when_there_is_no_other() -> None:
+    async def case(here: World) -> None:
+        grant = await grant_of(here, 62)
+        own = await here.serving(settings())
+        hybrid = await ReplicaManager.create(
+            settings(),
+            runtime=here.runtime,
+            grant=grant.shared(0.5),
+            start_rank=2,
+            events=here.events,
+            deadline=here.within(5.0),
+        )
+        before = placed(here)
+        for manager in (own, hybrid):
+            last = manager.replicas()[-1]
+            await manager.remove([last.replica_id], deadline=here.within(5.0))
+            await manager.add(1, deadline=here.within(5.0))
+            with pytest.raises(ResourcesError):
+                await manager.add(1, deadline=here.within(5.0))
+        assert placed(here) == before
+
+    play(case)
+
+
 def test_death_of_an_engine_is_reported_once_with_its_first_cause() -> None:
     async def case(here: World) -> None:
         manager = await here.serving(settings({"rollout-0": {"dies_at": 1}}, num_replicas=1))

@@ -67,10 +67,9 @@ class BalancedClient:
             try:
                 reply = await self._ask(lease.replica, request, deadline)
             except _ReplicaFailed as exc:
-                _log.warning(
-                    "replica %s failed request %s, which goes elsewhere: %s", lease.replica, request.request_id, exc
-                )
-                self._replicas.pop(lease.replica, None)
+                # One warning per failed replica; the many requests that it takes along say the same.
+                level = logging.WARNING if self._replicas.pop(lease.replica, None) is not None else logging.DEBUG
+                _log.log(level, "replica %s failed, its requests go elsewhere: %s", lease.replica, exc)
                 await asyncio.shield(self._desk.quarantine(lease, str(exc)))
             except BaseException:
                 self._desk.give_back(lease, ABORTED)

@@ -19,7 +19,7 @@ from verl_contracts.runtime import ActorContext, ActorSpec, Bundle, ObjectSpec
 from verl_rollout.addresses import ReplicaAddress
 from verl_rollout.engine_family import ENGINE, ENGINE_KEY
 from verl_rollout.objects import build_object
-from verl_rollout.placing import places_on_grant, places_on_own_pool
+from verl_rollout.placing import Places
 from verl_rollout.remote_balancer import RemoteBalancer
 from verl_rollout.replica.proxy import ReplicaProxy
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from verl_contracts.failures import FailureRecord
     from verl_contracts.rollout import LLMServerManager, Replica, RolloutSettings
     from verl_contracts.runtime import ActorRef, DeviceGrant, Runtime
-    from verl_rollout.placing import Place, Pool
+    from verl_rollout.placing import Place
 
 __all__ = ["ReplicaManager", "ReplicaManagerConfig"]
 
@@ -65,7 +65,7 @@ class ReplicaManagerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Held:
     proxy: ReplicaProxy
-    pool: Pool | None
+    place: Place
 
 
 class _LoggedFailures:
@@ -90,8 +90,10 @@ class ReplicaManager:
         start_rank: int,
         events: EventSink,
         balancer: ActorRef,
+        places: Places,
     ) -> None:
         self._settings = settings
+        self._places = places
         self._config = config
         self._runtime = runtime
         self._events = events
@@ -117,6 +119,12 @@ class ReplicaManager:
         config = build_config(ReplicaManagerConfig, settings.options, key=_OPTIONS_KEY)
         if settings.engine not in available(ENGINE):  # an installed one is imported by the replicas only
             load_plugin(ENGINE, settings.engine, key=ENGINE_KEY)
+        places = Places(
+            runtime=runtime,
+            devices_per_replica=settings.devices_per_replica,
+            device=Bundle(cpus=config.cpus_per_device, gpus=config.gpus_per_device),
+        )
+        count = settings.num_replicas if grant is None else places.use(grant)
         rank = 0 if start_rank is None else start_rank
         target = ObjectSpec(
             path="verl_rollout.remote_balancer:BalancerActor",
@@ -125,13 +133,17 @@ class ReplicaManager:
         )
         spec = ActorSpec(role=f"{settings.role}-balancer", rank=rank, target=target)
         balancer = await runtime.spawn(spec, deadline=deadline)
-        manager = cls(settings, config=config, runtime=runtime, start_rank=rank, events=events, balancer=balancer)
+        manager = cls(
+            settings,
+            config=config,
+            runtime=runtime,
+            start_rank=rank,
+            events=events,
+            balancer=balancer,
+            places=places,
+        )
         try:
-            if grant is None:
-                await manager.add(settings.num_replicas, deadline=deadline)
-            else:
-                places = places_on_grant(grant, devices_per_replica=settings.devices_per_replica)
-                await manager._start(places, deadline)
+            await manager.add(count, deadline=deadline)
         except BaseException:
             await manager.close(deadline=Deadline.after(runtime.clock, _CLOSE_LIMIT_S))
             raise
@@ -170,15 +182,9 @@ class ReplicaManager:
         return ()
 
     async def add(self, count: int, /, *, deadline: Deadline) -> Sequence[Replica]:
-        """Start further replicas on a pool of their own. They hold no weights and are not admitted yet."""
-        places = await places_on_own_pool(
-            f"{self._settings.role}-{self._next_rank}",
-            count=count,
-            devices_per_replica=self._settings.devices_per_replica,
-            device=Bundle(cpus=self._config.cpus_per_device, gpus=self._config.gpus_per_device),
-            runtime=self._runtime,
-            deadline=deadline,
-        )
+        """Start further replicas, where others left or on a pool of their own. They are not admitted yet."""
+        name = f"{self._settings.role}-{self._next_rank}"
+        places = await self._places.take(count, name=name, deadline=deadline)
         return await self._start(places, deadline)
 
     async def admit(self, replica_ids: Sequence[str], /) -> None:
@@ -236,8 +242,8 @@ class ReplicaManager:
             for spawn, place in zip(spawns, places, strict=True):
                 if not spawn.cancelled() and spawn.exception() is None:
                     await self._stop(spawn.result(), limit)
-                elif place.pool is not None:
-                    await place.pool.leave(self._runtime)
+                else:
+                    await self._places.leave(place)
             raise
         for held in started:
             self._held[held.proxy.replica_id] = held
@@ -258,7 +264,7 @@ class ReplicaManager:
         )
         actor = await self._runtime.spawn(spec, deadline=deadline)
         address = ReplicaAddress(replica=replica_id, actor=actor, capacity=self._settings.max_num_seqs)
-        return _Held(proxy=ReplicaProxy(caller=self._runtime, address=address), pool=place.pool)
+        return _Held(proxy=ReplicaProxy(caller=self._runtime, address=address), place=place)
 
     async def _remove(self, held: _Held, deadline: Deadline) -> None:
         replica = held.proxy
@@ -284,8 +290,7 @@ class ReplicaManager:
         try:
             await self._runtime.kill(held.proxy.address.actor, deadline=deadline)
         finally:
-            if held.pool is not None:
-                await held.pool.leave(self._runtime)
+            await self._places.leave(held.place)
 
     def _find(self, replica_id: str) -> _Held:
         held = self._held.get(replica_id)

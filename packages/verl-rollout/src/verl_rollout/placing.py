@@ -1,4 +1,7 @@
-"""Which devices a replica runs on. Owns the pools placed here, never a grant that was given."""
+"""Which devices a replica runs on. Owns the pools placed here, never a grant that was given.
+
+A place outlives its replica, so that a dead one can be replaced on its own devices when there are no others.
+"""
 
 from __future__ import annotations
 
@@ -6,62 +9,82 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_contracts.errors import ConfigError
-from verl_contracts.runtime import Bundle, PlacementRequest
+from verl_contracts.runtime import PlacementRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_contracts.clock import Deadline
-    from verl_contracts.runtime import DeviceGrant, Runtime
+    from verl_contracts.runtime import Bundle, DeviceGrant, Runtime
 
-__all__ = ["Place", "Pool", "places_on_grant", "places_on_own_pool"]
+__all__ = ["Place", "Places"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Pool:
-    """Devices that were placed for some replicas, and how many of these are left."""
+class _Pool:
+    """Devices that were placed here, and how many replicas are on them."""
 
     grant: DeviceGrant
-    users: int
-
-    async def leave(self, runtime: Runtime) -> None:
-        """Give the devices back when the last replica leaves."""
-        self.users -= 1
-        if self.users == 0:
-            await runtime.release(self.grant)
+    users: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Place:
     """Where one replica goes."""
 
     grant: DeviceGrant
     bundle: int
     """Its first bundle."""
-    pool: Pool | None
-    """What to leave afterwards; None on a grant of somebody else."""
+    pool: _Pool | None
+    """None on a grant of somebody else."""
 
 
-def places_on_grant(grant: DeviceGrant, *, devices_per_replica: int) -> Sequence[Place]:
-    """Return one place per `devices_per_replica` bundles of a grant. Raises `ConfigError` when some would be left."""
-    bundles = len(grant.bundles)
-    if devices_per_replica < 1 or bundles == 0 or bundles % devices_per_replica:
-        raise ConfigError(
-            f"the pool {grant.pool!r} has {bundles} devices, and a replica takes {devices_per_replica} "
-            f"(actor_rollout_ref.rollout.tensor_model_parallel_size): {bundles} must be a multiple of it"
-        )
-    return [Place(grant=grant, bundle=first, pool=None) for first in range(0, bundles, devices_per_replica)]
+class Places:
+    """The places of one manager, taken and free."""
 
+    def __init__(self, *, runtime: Runtime, devices_per_replica: int, device: Bundle) -> None:
+        if devices_per_replica < 1:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size must be at least 1, got {devices_per_replica}"
+            )
+        self._runtime = runtime
+        self._devices_per_replica = devices_per_replica
+        self._device = device
+        self._free: list[Place] = []
 
-async def places_on_own_pool(
-    name: str, *, count: int, devices_per_replica: int, device: Bundle, runtime: Runtime, deadline: Deadline
-) -> Sequence[Place]:
-    """Place `count` replicas on a pool of their own, one bundle per device."""
-    if count < 1 or devices_per_replica < 1:
-        raise ConfigError(
-            f"at least one replica of at least one device is needed, got {count} replicas of {devices_per_replica}"
-        )
-    request = PlacementRequest(pool=name, bundles=(device,) * (count * devices_per_replica))
-    grant = await runtime.place(request, deadline=deadline)
-    pool = Pool(grant=grant, users=count)
-    return [Place(grant=grant, bundle=index * devices_per_replica, pool=pool) for index in range(count)]
+    def use(self, grant: DeviceGrant) -> int:
+        """Offer the devices of a grant, and return for how many replicas. Raises `ConfigError` when some are left."""
+        bundles, each = len(grant.bundles), self._devices_per_replica
+        if bundles == 0 or bundles % each:
+            raise ConfigError(
+                f"the pool {grant.pool!r} has {bundles} devices, and a replica takes {each} "
+                f"(actor_rollout_ref.rollout.tensor_model_parallel_size): {bundles} must be a multiple of {each}"
+            )
+        self._free += [Place(grant=grant, bundle=first, pool=None) for first in range(0, bundles, each)]
+        return bundles // each
+
+    async def take(self, count: int, *, name: str, deadline: Deadline) -> Sequence[Place]:
+        """Return `count` places: free ones first, then a new pool called `name`, one bundle per device."""
+        if count < 1:
+            raise ConfigError(f"at least one replica must be started, got {count}")
+        wanted = count - len(self._free)
+        if wanted > 0:
+            request = PlacementRequest(pool=name, bundles=(self._device,) * (wanted * self._devices_per_replica))
+            pool = _Pool(grant=await self._runtime.place(request, deadline=deadline))
+            firsts = range(0, len(request.bundles), self._devices_per_replica)
+            self._free += [Place(grant=pool.grant, bundle=first, pool=pool) for first in firsts]
+        taken, self._free = self._free[:count], self._free[count:]
+        for place in taken:
+            if place.pool is not None:
+                place.pool.users += 1
+        return taken
+
+    async def leave(self, place: Place) -> None:
+        """Give a place back; a pool that nobody uses any more is released."""
+        pool = place.pool
+        self._free.append(place)
+        if pool is not None:
+            pool.users -= 1
+            if pool.users == 0:
+                self._free = [free for free in self._free if free.pool is not pool]
+                await self._runtime.release(pool.grant)
