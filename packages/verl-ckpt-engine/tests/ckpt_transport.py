@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from verl_ckpt_engine.shm import ShmBackend, ShmReceiver, ShmSender
+from verl_ckpt_engine.shm.segment import segment_path
 from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.errors import WeightSyncError
 from verl_contracts.weights import LoadReport, Manifest, TensorMeta
@@ -18,6 +19,7 @@ from verl_contracts.weights import LoadReport, Manifest, TensorMeta
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from concurrent.futures import Future
+    from pathlib import Path
 
     from verl_contracts.weights import Plan, TransferReport, WeightReceiver, WeightTarget
 
@@ -46,12 +48,10 @@ class DictSource:
         *,
         stop_after: int | None = None,
         wrong: dict[str, torch.Tensor] | None = None,
-        gate: threading.Event | None = None,
     ) -> None:
         self.weights = weights
         self._stop_after = stop_after
         self._wrong = wrong or {}
-        self._gate = gate
         self.taken = 0
 
     def manifest(self, version: int, /) -> Manifest:
@@ -61,8 +61,6 @@ class DictSource:
         for index, (name, tensor) in enumerate(self.weights.items()):
             if index == self._stop_after:
                 return
-            if self._gate is not None and index == 1:
-                self._gate.wait(30)
             self.taken += 1
             given = self._wrong.get(name, tensor)
             yield meta_of(name, given), given
@@ -101,12 +99,12 @@ def check_equal(got: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> 
 
 
 def new_session() -> str:
-    return f"test-{uuid.uuid4().hex[:12]}"
+    return f"test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
 def rings() -> list[Path]:
-    """Return the files of this backend that exist now."""
-    return sorted(Path("/dev/shm").glob("verl-weights-test-*"))
+    """Return the rings of this test process that exist now."""
+    return sorted(segment_path("x").parent.glob(f"verl-weights-test-{os.getpid()}-*"))
 
 
 class Transfer:

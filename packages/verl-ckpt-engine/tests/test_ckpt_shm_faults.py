@@ -129,19 +129,36 @@ def test_abort_ends_a_blocked_send_and_tells_the_receiver() -> None:
         assert "aborted: enough" in error_of(received).reason
 
 
-@pytest.mark.parametrize("joined", [True, False])
-def test_abort_ends_a_blocked_receive_and_tells_the_sender(joined: bool) -> None:
-    gate = threading.Event()
-    with Transfer(DictSource(many(), gate=gate), bucket_bytes=64) as transfer:
-        if joined:
-            sent, received = transfer.send(), transfer.receive(DictTarget())
-            transfer.receivers[0].abort("enough")
-        else:
-            transfer.receivers[0].abort("enough")
-            sent, received = transfer.send(), transfer.receive(DictTarget())
-        assert "aborted: enough" in error_of(received).reason
-        gate.set()
+def test_abort_ends_a_blocked_receive_and_tells_the_sender() -> None:
+    release = threading.Event()
+    with Transfer(DictSource(many()), bucket_bytes=64) as transfer:
+        target = DictTarget(hold=(2, release))
+        sent, received = transfer.send(), transfer.receive(target)
+        assert target.holding.wait(10)
+        transfer.receivers[0].abort("enough")
         assert "aborted: enough" in error_of(sent).reason
+        release.set()
+        assert "aborted: enough" in error_of(received).reason
+
+
+def test_abort_before_the_receiver_joins_ends_both_sides() -> None:
+    with Transfer(DictSource(many()), bucket_bytes=64) as transfer:
+        transfer.receivers[0].abort("enough")
+        assert "gave up before it joined" in error_of(transfer.send()).reason
+        assert "aborted: enough" in error_of(transfer.receive(DictTarget())).reason
+
+
+def test_receiver_that_closes_before_it_joins_is_not_waited_for() -> None:
+    weights = many()
+    with Transfer(DictSource(weights), receivers=2, bucket_bytes=1024) as transfer:
+        transfer.receivers[1].close()
+        target = DictTarget()
+        received = transfer.receive(target, 0)
+        begun = time.monotonic()
+        transfer.send().result(20)
+        assert time.monotonic() - begun < 5
+        received.result(20)
+        check_equal(target.weights, weights)
 
 
 def test_closing_the_sender_ends_a_receive() -> None:

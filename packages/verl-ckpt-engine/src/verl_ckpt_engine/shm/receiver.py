@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,9 +119,15 @@ class ShmReceiver:
         raise WeightSyncError("transfer", f"{self._owner} rank {self._rank} is not in the plan")
 
     def _leave(self, reason: str) -> None:
+        """Tell the sender that this rank is lost, also when it does not know its place in the ring yet."""
         with self._lock:
             if self._stream is not None:
                 self._stream.fail(reason)
+            elif self._session is not None:
+                with suppress(OSError, ValueError):
+                    segment = Segment.open(segment_path(self._session))
+                    segment.depart(f"{self._owner} rank {self._rank}")
+                    segment.close()
 
 
 class _Stream:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 
 from verl_ckpt_engine.planner import MOST_RECEIVERS
 from verl_ckpt_engine.shm.frames import ALIGNMENT, aligned
@@ -61,9 +62,10 @@ READER_ABSENT, READER_JOINED, READER_DONE, READER_FAILED = 0, 1, 2, 3
 
 # Words of the sender's page.
 _W_MAGIC, _W_STATE, _W_HEAD, _W_TABLE, _W_SMALL, _W_LARGE, _W_READERS, _W_PID, _W_STARTED, _W_LENGTH = range(10)
-# Words of a reader's block. `_R_DROPPED` is the sender's.
+# Words of a reader's block. `_R_DROPPED` is the sender's; `_R_DEPARTED` is found by name, not by place.
 _R_STATE, _R_CURSOR, _R_LENGTH = range(3)
 _R_DROPPED = 8
+_R_DEPARTED = 16
 
 SMALL_BYTES = 2 * 1024 * 1024
 SMALL_AREAS = 6
@@ -267,6 +269,16 @@ class Segment:
         """Go on without this reader. The sender's."""
         self._words[_block_word(reader) + _R_DROPPED] = 1
 
+    def depart(self, name: str) -> None:
+        """Say that the reader `name`, which does not know its place yet, will never join."""
+        word, mark = _departure(name)
+        self._words[word] = mark
+
+    def departed(self, name: str) -> bool:
+        """Return whether the reader `name` said that it will never join."""
+        word, mark = _departure(name)
+        return self._words[word] == mark
+
     def sender_words(self) -> str:
         """Return why the sender failed."""
         return self._read_message(0, _W_LENGTH)
@@ -340,6 +352,12 @@ def remove_if_orphaned(path: Path) -> None:
     if not owner.alive():
         path.unlink(missing_ok=True)
         logging.getLogger(__name__).info("removed %s, which sender process %d left behind", path, owner.pid)
+
+
+def _departure(name: str) -> tuple[int, int]:
+    """Return word and mark of a departure. Should two names share a word, the first is noticed as a stall only."""
+    mark = xxhash.xxh3_64_intdigest(name.encode()) >> 1 | 1
+    return _block_word(mark % MOST_RECEIVERS) + _R_DEPARTED, mark
 
 
 def _block_word(reader: int) -> int:

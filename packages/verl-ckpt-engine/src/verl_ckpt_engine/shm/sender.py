@@ -29,6 +29,7 @@ from verl_ckpt_engine.shm.segment import (
     ENDED,
     FAILED,
     FRAMES,
+    READER_ABSENT,
     READER_DONE,
     READER_FAILED,
     READER_JOINED,
@@ -355,8 +356,11 @@ class _Stream:
 
     def _look_at_readers(self) -> None:
         for reader in sorted(self._live):
-            if self._segment.reader_state(reader) == READER_FAILED:
+            state = self._segment.reader_state(reader)
+            if state == READER_FAILED:
                 self._drop(reader, self._segment.reader_words(reader))
+            elif state == READER_ABSENT and self._segment.departed(self._name(reader)):
+                self._drop(reader, "it gave up before it joined")
         if not self._joined_all:
             self._joined_all = all(self._segment.reader_state(reader) >= READER_JOINED for reader in self._live)
             if self._joined_all:
