@@ -65,12 +65,16 @@ def test_record_names_the_first_cause_of_a_chain() -> None:
     assert any("disk full" in line for line in record.lines)
 
 
+def _suppressed() -> None:
+    try:
+        raise OSError("irrelevant")
+    except OSError:
+        raise ValueError("told apart") from None
+
+
 def test_record_stops_at_a_suppressed_context() -> None:
     with pytest.raises(ValueError, match="told apart") as caught:
-        try:
-            raise OSError("irrelevant")
-        except OSError:
-            raise ValueError("told apart") from None
+        _suppressed()
     assert FailureRecord.from_exception(caught.value, role="w", rank=0).cause == "ValueError: told apart"
 
 

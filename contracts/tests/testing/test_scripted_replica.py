@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -7,7 +8,8 @@ import pytest
 
 from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.errors import ActorFailed
-from verl_contracts.testing.scripted import Script, ScriptedReplica, ScriptedSenderHost
+from verl_contracts.testing.scripted import Script, ScriptedReplica
+from verl_contracts.testing.scripted_hosts import ScriptedSenderHost
 from verl_contracts.testing.suites.replica import ReplicaSuite
 from verl_contracts.testing.virtual import VirtualClock, run_virtual
 from verl_contracts.tokens import Completion, GenerationRequest, SampleKey, SamplingParams
@@ -112,8 +114,6 @@ def test_resumed_request_continues_the_same_answer() -> None:
 
 def test_tokens_take_their_time_on_the_virtual_clock() -> None:
     async def main() -> float:
-        import asyncio
-
         clock = VirtualClock(asyncio.get_running_loop())
         replica = ScriptedReplica(
             "s", clock=clock, script=Script(answer=lambda prompt: (1,) * 50, seconds_per_token=60.0)
