@@ -13,6 +13,11 @@ import importlib.util
 import pkgutil
 import re
 import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def importable(names: list[str]) -> list[str]:
@@ -47,19 +52,24 @@ def public_modules(package: str) -> list[str]:
 
 
 def import_all(package: str) -> tuple[list[str], list[str]]:
-    """Import every public module; return what went wrong, and which modules asked for an extra."""
+    """Import every public module, load every entry point; return what went wrong, and what asked for an extra."""
     extras = extras_of(package)
+    entry_points = importlib.metadata.distribution(package.replace("_", "-")).entry_points
+    steps: list[tuple[str, Callable[[], object]]] = [
+        *((f"import {name}", partial(importlib.import_module, name)) for name in public_modules(package)),
+        *((f"entry point {point.group}: {point.name} = {point.value}", point.load) for point in entry_points),
+    ]
     wrong: list[str] = []
     asked: list[str] = []
-    for name in public_modules(package):
+    for what, step in steps:
         try:
-            importlib.import_module(name)
+            step()
         except Exception as exc:  # each failure is reported, so that one run shows them all
             named = set(re.findall(r"[\w-]+\[[\w,-]+\]", str(exc))) & extras
             if isinstance(exc, ImportError | ValueError) and named:
-                asked.append(f"{name} needs {', '.join(sorted(named))}")
+                asked.append(f"{what} needs {', '.join(sorted(named))}")
             else:
-                wrong.append(f"import {name}: {type(exc).__name__}: {exc} (extras it may name: {sorted(extras)})")
+                wrong.append(f"{what}: {type(exc).__name__}: {exc} (extras it may name: {sorted(extras)})")
     return wrong, asked
 
 

@@ -54,9 +54,19 @@ def test_main_accepts_a_module_that_names_an_extra_of_its_package(site: Path) ->
     (site / "demo_pkg" / "quick.py").write_text("raise ImportError(\"pip install 'demo-pkg[fast]'\")\n")
     result = check(site, "--import-all", "demo_pkg")
     assert result.returncode == 0
-    assert "demo_pkg.quick needs demo-pkg[fast]" in result.stdout
+    assert "import demo_pkg.quick needs demo-pkg[fast]" in result.stdout
 
 
 def test_main_refuses_a_module_that_names_an_unknown_extra(site: Path) -> None:
     (site / "demo_pkg" / "quick.py").write_text("raise ImportError(\"pip install 'demo-pkg[slow]'\")\n")
     assert check(site, "--import-all", "demo_pkg").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "code"), [("demo_pkg.plain:json", 0), ("demo_pkg.plain:Gone", 1), ("demo_pkg.gone", 1)]
+)
+def test_main_loads_every_entry_point(site: Path, value: str, code: int) -> None:
+    (site / "demo_pkg-1.dist-info" / "entry_points.txt").write_text(f"[demo.group]\nname = {value}\n")
+    result = check(site, "--import-all", "demo_pkg")
+    assert result.returncode == code
+    assert code == 0 or f"entry point demo.group: name = {value}" in result.stderr
