@@ -15,6 +15,7 @@ from verl_trainers.losses.aggregate import aggregate, count
 from verl_trainers.losses.entropy import entropy
 from verl_trainers.losses.kl import kl_estimate
 from verl_trainers.losses.ppo_clip import PpoClip
+from verl_trainers.workers import token_logprobs
 from verl_trainers.workers.algorithm import build_policy_loss
 
 if TYPE_CHECKING:
@@ -160,3 +161,27 @@ def test_gradient_does_not_depend_on_the_cut(
     whole, cut = gradient(1), gradient(pieces)
     assert float(whole.norm()) > 1e-3
     assert float((whole - cut).norm() / whole.norm()) < limit
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_blockwise_log_probs_have_the_right_gradients(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_logprobs, "_BLOCK_ELEMENTS", 12)  # two rows a block
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor([0, 5, 2, 2, 1])
+    picked, bits = token_logprobs.token_log_probs(logits, tokens, temperature=temperature)
+    plain = torch.log_softmax(logits / temperature, dim=-1)
+    assert torch.allclose(picked, plain[torch.arange(5), tokens])
+    assert torch.allclose(bits, entropy(plain))
+    assert torch.autograd.gradcheck(
+        lambda rows: token_logprobs.token_log_probs(rows, tokens, temperature=temperature), (logits,)
+    )
+
+
+def test_blockwise_log_probs_are_wide_and_gradients_are_not() -> None:
+    logits = torch.randn(3, 6).bfloat16().requires_grad_()
+    picked, bits = token_logprobs.token_log_probs(logits, torch.tensor([0, 1, 2]), temperature=1.0)
+    (picked.sum() + bits.sum()).backward()  # type: ignore[no-untyped-call]
+    assert picked.dtype == bits.dtype == torch.float32
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16

@@ -208,6 +208,15 @@ async def test_start_that_fails_leaves_no_actor(tmp_path: Path) -> None:
     assert runtime.killed == runtime.spawned
 
 
+async def test_two_ranks_in_one_process_are_refused_at_once(runtime: InProcessRuntime, tmp_path: Path) -> None:
+    config = _config(make_model(tmp_path / "model"))
+    for _ in range(2):  # the first refusal gives the process back
+        with pytest.raises(ActorFailed, match=r"rank 1 of 2: this process is a rank already.*runtime=ray"):
+            await PolicyWorkerGroup.create(
+                runtime=runtime, grant=await _place(runtime, 2), config=config, total_steps=10, deadline=_soon()
+            )
+
+
 def test_settings_follow_config_and_bundle() -> None:
     config = _config("somewhere")
     bundles = (Bundle(cpus=2.0), Bundle(cpus=2.0))

@@ -14,6 +14,8 @@ from worker_ranks import CASES, run_case, run_rank
 from verl_trainers.workers.engine import FsdpEngine
 from verl_trainers.workers.ranks import open_rendezvous
 
+pytestmark = pytest.mark.timeout(300)  # two processes import torch on a machine that may be busy
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -32,7 +34,7 @@ def two_ranks(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(timeout=100.0)
+        process.join(timeout=120.0)
     try:
         assert [process.exitcode for process in ranks] == [0, 0]
     finally:

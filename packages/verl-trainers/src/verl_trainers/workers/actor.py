@@ -15,16 +15,16 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from verl_contracts.errors import DataError, StateError
+from verl_contracts.clock import Deadline
+from verl_contracts.errors import DataError, StateError, WaitTimeout
 from verl_contracts.plugins import families, load_plugin
 from verl_contracts.samples import Trajectory
 from verl_contracts.training import TrainSample
 from verl_contracts.waits import bounded
 from verl_trainers.workers.engine import FsdpEngine
-from verl_trainers.workers.ranks import join_ranks, open_rendezvous
+from verl_trainers.workers.ranks import claim_process, join_ranks, leave_ranks, open_rendezvous
 from verl_trainers.workers.source import OnePass
 
 if TYPE_CHECKING:
@@ -32,13 +32,15 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import TCPStore
 
-    from verl_contracts.clock import Deadline
     from verl_contracts.runtime import ActorContext, PayloadRef
     from verl_contracts.training import StepContext, StepResult, TrainBatch
     from verl_contracts.weights import EndpointInfo, Manifest, Plan, TransferReport, WeightSender
     from verl_trainers.workers.settings import EngineSettings
 
 __all__ = ["PolicyActor"]
+
+CLOSE_LIMIT_S = 5.0
+"""Longest that `close` waits for work that is under way."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class PolicyActor:
             thread_name_prefix=f"policy-{settings.rank}",
             initializer=partial(torch.set_num_threads, settings.num_threads),
         )
+        claim_process(rank=settings.rank, world_size=settings.world_size)
         self._store: TCPStore | None = None
         self._engine: FsdpEngine | None = None
         self._closed = False
@@ -124,16 +127,18 @@ class PolicyActor:
         await self._compute(f"saving to {path}", deadline, self._started().save, path)
 
     async def close(self) -> None:
-        """Stop the thread and leave the other ranks. Idempotent; does not wait for work that is under way."""
+        """Remove what the sender made, leave the other ranks, stop the thread. Idempotent; bounded by itself."""
         if self._closed:
             return
         self._closed = True
         if self._sender is not None:
             self._sender.abort("the policy closes")
-            self._thread.submit(self._sender.close)
-        if self._settings.world_size > 1:
-            self._thread.submit(_leave_ranks)
-        self._thread.shutdown(wait=False)
+        try:
+            await self._compute("leaving", Deadline.after(self._context.clock, CLOSE_LIMIT_S), self._leave)
+        except WaitTimeout as exc:
+            _log.warning("policy rank %d closes while it computes: %s", self._settings.rank, exc)
+        finally:
+            self._thread.shutdown(wait=False)
 
     def _build(self, rendezvous: str | None) -> FsdpEngine:
         settings = self._settings
@@ -157,6 +162,13 @@ class PolicyActor:
         finally:
             weights.finish()  # for the other ranks, also when this one gave up half-way
 
+    def _leave(self) -> None:
+        try:
+            if self._sender is not None:
+                self._sender.close()
+        finally:
+            leave_ranks(world_size=self._settings.world_size)
+
     def _started(self) -> FsdpEngine:
         if self._engine is None:
             raise StateError(f"policy rank {self._settings.rank} was not started")
@@ -179,8 +191,3 @@ def _trajectories(payload: object, where: str) -> tuple[Trajectory, ...]:
     if not isinstance(payload, tuple) or not all(isinstance(part, Trajectory) for part in payload):
         raise DataError(f"the payload of {where} must be a tuple of Trajectory, got {type(payload).__name__}")
     return payload
-
-
-def _leave_ranks() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -207,7 +207,8 @@ class FsdpEngine:
         out = torch.zeros(rows.mask.shape)
         for micro in plan:
             part = cut(rows, micro, wanted, device=self._device)
-            values = part.spread(model.log_probs(part.ids, part.chosen))
+            log_probs, _ = model(part.ids, part.chosen)
+            values = part.spread(log_probs)
             if micro.live:
                 out[micro.rows, : values.shape[1]] = values.cpu()
         reshard_model(model.module)
@@ -217,9 +218,7 @@ class FsdpEngine:
         """Add one micro-batch to the gradients. Returns its shares of what is logged, as sums over tokens."""
         actor, mode, counts = self._settings.actor, self._loss.aggregation, update.counts
         part = cut(inputs.rows, micro, inputs.rows.trained, device=self._device)
-        flat, flat_entropy = self._policy.log_probs_and_entropy(
-            part.ids, part.chosen, entropy_gradient=actor.entropy_coeff != 0.0
-        )
+        flat, flat_entropy = self._policy(part.ids, part.chosen)
         logprobs, bits = part.spread(flat), part.spread(flat_entropy)
         old = logprobs.detach() if inputs.old is None else part.take(inputs.old)
         output = self._loss.losses(

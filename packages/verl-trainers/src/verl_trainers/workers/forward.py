@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from verl_contracts.errors import ConfigError
-from verl_trainers.losses.entropy import entropy
+from verl_trainers.workers.token_logprobs import token_log_probs
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -37,40 +36,23 @@ class LanguageModel:
         head: nn.Module = module.get_output_embeddings()  # type: ignore[no-untyped-call]
         head.register_forward_pre_hook(self._select)
 
-    def log_probs(self, ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Return [N] float32: log-probs of the tokens at `chosen`, each given those before it in its row.
+    def __call__(self, ids: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [N] float32 twice: log-probs of the tokens at `chosen`, given those before, and the entropy there.
 
         Args:
             ids: [B, T] int64, padded on the right.
             chosen: [N] int64, flat positions ``row * T + column`` with column ≥ 1; at least one.
         """
-        return self._pick(self._distributions(ids, chosen), ids, chosen)
-
-    def log_probs_and_entropy(
-        self, ids: torch.Tensor, chosen: torch.Tensor, *, entropy_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `log_probs` does, and the entropy [N] of each of these distributions."""
-        distributions = self._distributions(ids, chosen)
-        with torch.set_grad_enabled(entropy_gradient):
-            bits = entropy(distributions)
-        return self._pick(distributions, ids, chosen), bits
-
-    def _distributions(self, ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Return [N, V] log-probabilities."""
         # The last column predicts nothing that is asked for, so it is left out: position (row, column) of `ids` is
         # predicted at (row, column - 1), which is flat position `chosen - row - 1` of what remains.
-        on_device = ids[:, :-1].to(self._device, non_blocking=True)
+        inputs = ids[:, :-1].to(self._device, non_blocking=True)
         self._selected = (chosen - chosen // ids.shape[1] - 1).to(self._device, non_blocking=True)
         try:
-            logits: torch.Tensor = self.module(input_ids=on_device, use_cache=False).logits
+            logits: torch.Tensor = self.module(input_ids=inputs, use_cache=False).logits
         finally:
             self._selected = None
-        logits = logits[0].float()
-        return torch.log_softmax(logits if self._temperature == 1.0 else logits / self._temperature, dim=-1)
-
-    def _pick(self, distributions: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         tokens = ids.flatten()[chosen].to(self._device, non_blocking=True)
-        return distributions.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        return token_log_probs(logits[0], tokens, temperature=self._temperature)
 
     def _select(self, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if self._selected is None:

@@ -7,6 +7,7 @@ its choice and its use.
 from __future__ import annotations
 
 import socket
+import threading
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,7 +15,27 @@ from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed offe
 
 from verl_contracts.errors import ConfigError
 
-__all__ = ["join_ranks", "open_rendezvous", "own_address"]
+__all__ = ["claim_process", "join_ranks", "leave_ranks", "open_rendezvous", "own_address"]
+
+_SEAT = threading.Lock()
+"""Held by the one rank that this process may be."""
+
+
+def claim_process(*, rank: int, world_size: int) -> None:
+    """Take this process for `rank`, before anything waits for other ranks. Raises `ConfigError` when it is taken."""
+    if world_size > 1 and not _SEAT.acquire(blocking=False):
+        raise ConfigError(
+            f"rank {rank} of {world_size}: this process is a rank already, and each needs a process of its own; set "
+            "runtime=ray or trainer.n_gpus_per_node=1"
+        )
+
+
+def leave_ranks(*, world_size: int) -> None:
+    """Undo `claim_process` and `join_ranks`. Call it once for each claim."""
+    if world_size > 1:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _SEAT.release()
 
 
 def own_address() -> str:
@@ -46,11 +67,6 @@ def join_ranks(store: Store | str, *, rank: int, world_size: int, device: str, l
         device: Decides the transport: NCCL for CUDA, else gloo.
         limit_s: Longest that any collective may take from now on.
     """
-    if dist.is_initialized():
-        raise ConfigError(
-            f"rank {rank} of {world_size}: this process is a rank already, and each needs a process of its own; set "
-            "runtime=ray or trainer.n_gpus_per_node=1"
-        )
     limit = timedelta(seconds=limit_s)
     if isinstance(store, str):
         host, _, port = store.rpartition(":")
