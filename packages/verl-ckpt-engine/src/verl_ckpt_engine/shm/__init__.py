@@ -1,7 +1,8 @@
 """The `shm` backend: one host, one writing rank, any number of reading ranks, one ring in shared memory.
 
-`segment` owns the file and its header, `frames` what a frame says, `waiting` how both sides wait for each other,
-`sender` and `receiver` the two roles. Nothing here knows replicas or transactions; see `verl_ckpt_engine.manager`.
+`segment` owns the file and its header, `frames` what a frame says, `waiting` how both sides wait for each other;
+`sender` and `receiver` are the two roles, `outgoing` and `incoming` one transfer of each. Nothing here knows replicas
+or transactions; see `verl_ckpt_engine.manager`.
 """
 
 from __future__ import annotations
