@@ -46,16 +46,16 @@ def _in_waves(one: Bench, requests: list[GenerationRequest], draw: random.Random
     return done | one.finish()
 
 
-@pytest.mark.parametrize("width", [1, 4, 6, 16])
+@pytest.mark.parametrize("width", [1, 6, 16])
 def test_bits_are_equal_when_slots_neighbours_and_arrival_differ(tiny: Tiny, width: int) -> None:
     draw = random.Random(width)
-    requests = _requests(draw, 16)
+    requests = _requests(draw, 10)
     with bench(tiny, deterministic=True, max_num_seqs=width, max_model_len=128) as one:
         alone: dict[str, Completion] = {}
         for request in requests:
             one.submit(request)
             alone |= one.finish()
-        for _ in range(3):
+        for _ in range(2):
             draw.shuffle(requests)
             assert _in_waves(one, requests, draw) == alone
 

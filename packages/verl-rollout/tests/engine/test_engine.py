@@ -209,9 +209,11 @@ async def test_an_update_is_refused_when_the_engine_is_not_paused(qwen: Tiny) ->
 
 async def test_every_order_of_sleep_and_sync_is_served_or_refused(qwen: Tiny) -> None:
     """Plays all orders of five moves and compares what happens with a model of the rules."""
-    for order in itertools.permutations(("sleep", "wake", "begin+load", "commit", "resume")):
-        async with opened(settings_of(qwen.path, max_num_seqs=1), qwen.model) as engine:
+    async with opened(settings_of(qwen.path, max_num_seqs=1), qwen.model) as engine:
+        for order in itertools.permutations(("sleep", "wake", "begin+load", "commit", "resume")):
+            await engine.wake()
             await engine.pause("abort", deadline=soon())
+            await sync(engine, qwen.model, 1)
             asleep, begun, valid, paused = False, False, True, True
             for move in order:
                 legal = {
@@ -221,12 +223,11 @@ async def test_every_order_of_sleep_and_sync_is_served_or_refused(qwen: Tiny) ->
                     "commit": begun,
                     "resume": not asleep,
                 }[move]
-                if legal:
-                    await _play(engine, qwen, move)
-                else:
+                if not legal:
                     with pytest.raises(StateError):
                         await _play(engine, qwen, move)
                     continue
+                await _play(engine, qwen, move)
                 asleep = (asleep or move == "sleep") and move != "wake"
                 begun = (begun or move == "begin+load") and move not in {"commit", "resume"}
                 valid = (valid and move not in {"sleep", "begin+load"}) or move == "commit"
