@@ -1,0 +1,152 @@
+"""The command: what it prints, what it leaves, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from cli_cases import STANDINS
+
+from verl_trainers.cli import main
+from verl_trainers.recipes import toy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _process_is_left_as_it_was() -> Iterator[None]:
+    handler, root = signal.getsignal(signal.SIGTERM), logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    for added in set(root.handlers) - set(handlers):
+        added.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    toy.prepare(folder)
+    rows = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "ten.jsonl").write_text("\n".join(rows[:10]))
+    return folder
+
+
+def from_files(prepared: Path, *overrides: str) -> list[str]:
+    """Overrides that point the quickstart at files that are there."""
+    return [
+        *STANDINS,
+        "prepare=null",
+        f"data.train_files=[{prepared}/ten.jsonl]",
+        f"data.val_files=[{prepared}/val.jsonl]",
+        f"actor_rollout_ref.model.path={prepared}/model",
+        *overrides,
+    ]
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from verl_trainers.cli import main\n"
+        "try:\n    main(['run', '--help'])\nfinally:\n"
+        "    assert not {'torch', 'transformers', 'omegaconf', 'ray'} & set(sys.modules), 'heavy'"
+    )
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        seconds.append(time.perf_counter() - began)
+        assert done.returncode == 0, done.stderr
+        assert "--overwrite" in done.stdout
+    assert min(seconds) < 0.5
+
+
+def test_recipes_and_plugins_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    assert "quickstart" in capsys.readouterr().out
+    assert main(["plugins"]) == 0
+    assert "verl_trainers.rewards.builtin:CopyReward" in capsys.readouterr().out
+
+
+def test_an_unknown_recipe_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "quikstart"]) == 2
+    assert "quickstart, smollm2_arithmetic" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["run"], ["run", "quickstart", "--what"], ["recipes", "a=b"], []])
+def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        main(arguments)
+    assert exit_code.value.code == 2
+
+
+def test_check_says_how_the_data_end_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], prepared: Path, tmp_path: Path
+) -> None:
+    overrides = from_files(prepared, "data.train_batch_size=4", "trainer.total_training_steps=null")
+    assert main(["check", "quickstart", "--out", str(tmp_path / "run"), *overrides]) == 0
+    out = capsys.readouterr().out
+    assert "2 full steps" in out
+    assert "a tail of 2 prompts is left out" in out
+    assert "fakes:FakeServers" in out
+    assert "nothing was started" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_shows_all_mistakes_one_per_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    wrong = ["data.trian_files=x", "reward.limit_s=0", "actor_rollout_ref.rollout.n=1", "runtime_options={cpus: 2}"]
+    assert main(["check", "quickstart", *STANDINS, *wrong]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    for words in ("did you mean data.train_files?", "> 0, got 0", "every advantage would be 0", "runtime_options.cpus"):
+        assert sum(words in line for line in lines) == 1
+
+
+def test_a_run_that_is_refused_leaves_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", "quickstart", "--out", str(tmp_path / "run"), *STANDINS, "data.seed=x"]) == 2
+    assert not (tmp_path / "run").exists()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_data_that_make_no_step_are_refused(capsys: pytest.CaptureFixture[str], prepared: Path, tmp_path: Path) -> None:
+    overrides = from_files(prepared, "trainer.total_training_steps=null")
+    assert main(["run", "quickstart", "--out", str(tmp_path / "run"), *overrides]) == 2
+    assert "1 * 10 // 16 = 0" in capsys.readouterr().err
+
+
+def test_a_failed_run_shows_the_first_cause_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "quickstart", *STANDINS, "--out", str(out), "prepare=cli_cases:failing"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "the run failed: OSError: disk full while writing prepared"
+    assert lines[1] == "  led to RuntimeError: no data could be made"
+    assert len(lines) <= 30
+    assert "RuntimeError: no data could be made" in (out / "error.txt").read_text()
+    assert not (out / "summary.json").exists()
+
+
+def test_an_interrupted_run_exits_with_130(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "quickstart", *STANDINS, "--out", str(out), "prepare=cli_cases:interrupted"]) == 130
+
+
+def test_a_previous_run_is_kept_unless_told_otherwise(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = ["run", "quickstart", "--out", str(out), *STANDINS, "prepare=cli_cases:failing"]
+    assert main(command) == 1
+    (out / "metrics.jsonl").write_text(json.dumps({"step": 1}))
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").exists()
+    assert main([*command, "--overwrite"]) == 1
+    assert not (out / "metrics.jsonl").exists()

@@ -1,0 +1,114 @@
+"""What a run leaves behind: the folder, the event log, the metrics file and the line on the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_contracts.clock import SystemClock
+from verl_contracts.errors import ConfigError
+from verl_trainers.run_folder import JsonlEvents, RunFolder
+from verl_trainers.tracking import JsonlTracker, ProgressLine
+
+
+class Clock(SystemClock):
+    """A clock that stands still until it is told otherwise."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    folder = RunFolder.create(out)
+    folder.write_summary({"steps": 1})
+    folder.write_config("data: {}\n")
+    folder.model.mkdir()
+    (folder.model / "config.json").touch()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds a previous run; add --overwrite"):
+        RunFolder.create(out)
+    RunFolder.create(out, overwrite=True)
+    assert sorted(path.name for path in out.iterdir()) == [".verl-run", "logs", "notes.txt"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_no_run_wrote_is_never_touched(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match="holds files that no run wrote"):
+        RunFolder.create(tmp_path, overwrite=overwrite)
+    with pytest.raises(ConfigError, match="is a file"):
+        RunFolder.create(tmp_path / "thesis.txt", overwrite=overwrite)
+
+
+def test_a_summary_is_complete_or_absent(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    with pytest.raises(TypeError):
+        folder.write_summary({"steps": object()})  # type: ignore[dict-item]
+    assert not folder.summary.exists()
+    folder.write_summary({"steps": 3})
+    assert json.loads(folder.summary.read_text()) == {"steps": 3}
+    assert not folder.summary.with_suffix(".partial").exists()
+
+
+def test_events_are_on_disk_within_a_second_and_at_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    events = JsonlEvents(tmp_path / "events.jsonl", clock=clock)
+    events.emit("first", {"step": 1})
+    clock.time = 1.5
+    events.emit("second", {"uids": ["0-1-0"]})
+    written = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(row["name"], row["at"]) for row in written] == [("first", 0.0), ("second", 1.5)]
+    assert written[1]["fields"] == {"uids": ["0-1-0"]}
+    events.emit("odd", {"value": object()})  # type: ignore[dict-item]
+    assert "event odd was not written" in caplog.text
+    events.emit("last", {})
+    events.close()
+    events.close()
+    events.emit("too late", {})
+    assert (tmp_path / "events.jsonl").read_text().count("\n") == 3
+
+
+def test_metrics_are_valid_json_and_readable_at_once(tmp_path: Path) -> None:
+    tracker = JsonlTracker(run_dir=str(tmp_path))
+    tracker.log(1, {"loss": 0.5, "grad_norm": float("nan")})
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert row == {"step": 1, "loss": 0.5, "grad_norm": None}
+    tracker.close()
+    tracker.close()
+
+
+def test_progress_is_a_few_lines_in_a_file() -> None:
+    stream = io.StringIO()
+    line = ProgressLine(total_steps=100, stream=stream)
+    line.log(0, {"val/score": 0.25})
+    for step in range(1, 101):
+        line.log(step, {"reward": 0.5, "staleness/max": 2.0, "samples_per_s": 700.0})
+    line.close()
+    shown = stream.getvalue().splitlines()
+    assert shown[0] == "step 0/100  validation 0.250"
+    assert shown[1].startswith("step 1/100  reward 0.500  staleness 2  700 samples/s")
+    assert len(shown) == 22
+    assert "\r" not in stream.getvalue()
+
+
+def test_progress_is_one_line_on_a_terminal() -> None:
+    stream = Terminal()
+    line = ProgressLine(total_steps=10, stream=stream)
+    for step in range(1, 11):
+        line.log(step, {"reward": 0.5})
+    assert stream.getvalue().count("\n") == 0
+    line.log(10, {"val/score": 1.0})
+    line.close()
+    line.close()
+    assert stream.getvalue().count("\n") == 1
