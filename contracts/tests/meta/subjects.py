@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 class AdmissionSubject(AdmissionPolicySuite):
     kind = Admission
     examples = 60
+    shrinks = False
 
     def policy(self, *, max_staleness: int, batch_groups: int) -> AdmissionPolicy:
         return self.kind(max_staleness=max_staleness, batch_groups=batch_groups)

@@ -26,6 +26,7 @@ class Probe:
         self._entered = 0
         self._busy = 0
         self._most_busy = 0
+        self._hanging = 0
         self._cancelled = 0
         self._gate = asyncio.Event()
 
@@ -60,12 +61,17 @@ class Probe:
 
     async def hang(self) -> None:
         """Wait until cancelled, and count that."""
+        self._hanging += 1
         try:
             async with asyncio.timeout(600.0):
                 await asyncio.Event().wait()
         except asyncio.CancelledError:
             self._cancelled += 1
             raise
+
+    async def hanging(self) -> int:
+        """Return how many `hang` calls were entered."""
+        return self._hanging
 
     async def cancelled(self) -> int:
         """Return how many `hang` calls were cancelled."""

@@ -218,8 +218,8 @@ class Session:
 
     def transfer(self) -> tuple[TransferReport, list[TransferReport]]:
         """Send to all receivers and return the reports; raises what a side raised."""
-        running = [receiver.start(self.plan, LIMIT_S) for receiver in self.receivers]
-        ends = [self.send().end(), *(each.end() for each in running)]
+        running = [receiver.start(self.plan, LIMIT_S / 2) for receiver in self.receivers]
+        ends = [self.send(LIMIT_S / 2).end(), *(each.end() for each in running)]
         for ended in ends:
             if ended.error is not None:
                 raise ended.error

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -48,6 +48,8 @@ class AdmissionPolicySuite(ContractSuite, abc.ABC, suite=True):
 
     examples: int = 100
     """How many runs of the state machine are tried."""
+    shrinks: bool = True
+    """Whether a failure is made as short as possible before it is shown, which takes its time."""
 
     @abc.abstractmethod
     def policy(self, *, max_staleness: int, batch_groups: int) -> AdmissionPolicy:
@@ -199,6 +201,8 @@ class AdmissionPolicySuite(ContractSuite, abc.ABC, suite=True):
                 deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),
+                report_multiple_bugs=False,
+                phases=tuple(Phase) if self.shrinks else (Phase.generate,),
             ),
         )
 
@@ -273,6 +277,21 @@ def _machine(make: Callable[[], AdmissionPolicy], k: int, batch: int) -> type[Ru
         @rule()
         def train(self) -> None:
             self._train()
+
+        @precondition(lambda self: self.running)
+        @rule(data=st.data(), rounds=st.integers(1, k + 3))
+        def go_on_without_some(self, data: st.DataObject, rounds: int) -> None:
+            """Some groups are slow: the others come, finish and are trained as far as the policy lets them."""
+            slow = data.draw(st.sets(st.sampled_from(sorted(self.running)), min_size=1))
+            for _ in range(rounds):
+                while self.policy.room() > 0:
+                    self._admit()
+                for uid in sorted(self.running.keys() - slow):
+                    self._finish(uid, self.running[uid])
+                if not self._train():
+                    return
+                self.acknowledged = self.policy.step - 1
+                self.policy.acknowledge(self.acknowledged)
 
         @precondition(lambda self: self.acknowledged < self.policy.step - 1)
         @rule(data=st.data())

@@ -97,7 +97,7 @@ class RuntimeSuite(ContractSuite, abc.ABC, suite=True):
         async def case(clock: Clock) -> None:
             async with self.opened(clock) as runtime:
                 actor = await self._spawn(runtime)
-                long = asyncio.create_task(self._call(runtime, actor, "hang"))
+                long = await self._hang(runtime, actor)
                 assert await self._call(runtime, actor, "echo", value=1) == 1
                 assert not long.done()
                 long.cancel()
@@ -158,16 +158,21 @@ class RuntimeSuite(ContractSuite, abc.ABC, suite=True):
         async def case(clock: Clock) -> None:
             async with self.opened(clock) as runtime:
                 actor = await self._spawn(runtime)
-                call = asyncio.create_task(self._call(runtime, actor, "hang"))
-                assert await self._call(runtime, actor, "echo", value=1) == 1
+                call = await self._hang(runtime, actor)
                 call.cancel()
                 await _cancelled(call)
-                await self._until(runtime, self._count_is(runtime, actor, 1))
+                await self._until(runtime, self._count_is(runtime, actor, "cancelled", 1))
 
         self.run(case)
 
-    async def _count_is(self, runtime: Runtime, actor: ActorRef, count: int) -> None:
-        while await self._call(runtime, actor, "cancelled") != count:
+    async def _hang(self, runtime: Runtime, actor: ActorRef) -> asyncio.Task[object]:
+        """Start a call that ends only when it is cancelled, and return once it is inside."""
+        call = asyncio.create_task(self._call(runtime, actor, "hang"))
+        await self._until(runtime, self._count_is(runtime, actor, "hanging", 1))
+        return call
+
+    async def _count_is(self, runtime: Runtime, actor: ActorRef, method: str, count: int) -> None:
+        while await self._call(runtime, actor, method) != count:
             await runtime.clock.sleep(0.01)
 
     async def _until(self, runtime: Runtime, condition: Coroutine[object, object, None]) -> None:
@@ -201,8 +206,7 @@ class RuntimeSuite(ContractSuite, abc.ABC, suite=True):
         async def case(clock: Clock) -> None:
             async with self.opened(clock) as runtime:
                 actor = await self._spawn(runtime)
-                pending = asyncio.create_task(self._call(runtime, actor, "hang"))
-                assert await self._call(runtime, actor, "echo", value=1) == 1
+                pending = await self._hang(runtime, actor)
                 await runtime.kill(actor, deadline=self._soon(runtime))
                 with pytest.raises(ActorFailed):
                     await pending
@@ -260,7 +264,7 @@ class RuntimeSuite(ContractSuite, abc.ABC, suite=True):
             async with self.opened(clock) as runtime:
                 watcher = asyncio.create_task(_collect(runtime, seen))
                 actor = await self._spawn(runtime, _spec("worker", 5))
-                pending = asyncio.create_task(self._call(runtime, actor, "hang"))
+                pending = await self._hang(runtime, actor)
                 with pytest.raises(ActorFailed) as caught:
                     await self._call(runtime, actor, "crash")
                 assert (caught.value.record.role, caught.value.record.rank) == ("worker", 5)
@@ -325,8 +329,7 @@ class RuntimeSuite(ContractSuite, abc.ABC, suite=True):
         async def case(clock: Clock) -> None:
             async with self.opened(clock) as runtime:
                 actor = await self._spawn(runtime)
-                pending = asyncio.create_task(self._call(runtime, actor, "hang"))
-                assert await self._call(runtime, actor, "echo", value=1) == 1
+                pending = await self._hang(runtime, actor)
                 await runtime.close(deadline=self._soon(runtime))
                 with pytest.raises((ActorFailed, StateError)):
                     await pending
