@@ -70,9 +70,9 @@ class DeviceGrant:
 class ObjectSpec:
     """How to build an object in another process: a class path and keyword arguments that can be pickled.
 
-    The class is called as ``Class(context=ActorContext, **arguments)``, on the actor's compute thread, because it may load
-    a model for minutes: an object that needs the event loop starts its tasks in its first `async def` method. A method
-    ``close()``, plain or async, is optional; it is called, for a limited time, before the actor is stopped.
+    The class is called as ``Class(context=ActorContext, **arguments)``, on the actor's compute thread, because it may
+    load a model for minutes: an object that needs the event loop starts its tasks in its first `async def` method. A
+    method ``close()``, plain or async, is optional; it is called, for a limited time, before the actor is stopped.
     """
 
     path: str

@@ -14,6 +14,7 @@ from verl_contracts.failures import FailureRecord
 from verl_contracts.runtime import PayloadRef
 from verl_contracts.waits import bounded
 from verl_runtime.ray.autopsy import describe_death, oom_kills, read_tail
+from verl_runtime.ray.connection import require_connection
 from verl_runtime.ray.elsewhere import run_on_node
 from verl_runtime.ray.port import Port
 from verl_runtime.ray.wire import RayAddress, pack, unpack
@@ -59,6 +60,7 @@ class RayCaller:
 
     async def put(self, value: object, /) -> PayloadRef:
         """Keep the value inside the reference when small, else in this node's store."""
+        require_connection()
         import ray
 
         packed = pack(value, outside=True)
@@ -72,6 +74,7 @@ class RayCaller:
         """Return the value; arrays in it are writable copies."""
         if not isinstance(ref.token, _Stored):
             return ref.value
+        require_connection()
         try:
             held = await bounded(
                 ref.token.stored,
@@ -130,6 +133,7 @@ class RayCaller:
         known = self._ports.get(actor.name)
         if known is not None:
             return known
+        require_connection()
         import ray
 
         if not isinstance(actor.token, RayAddress):

@@ -11,20 +11,30 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from verl_contracts.errors import ConfigError, ResourcesError
+from verl_contracts.errors import ConfigError, ResourcesError, StateError
 from verl_runtime.processes import MARK
 from verl_runtime.ray.guardian import Guardian
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Connection", "require_ray"]
+__all__ = ["Connection", "require_connection", "require_ray"]
 
 _log = logging.getLogger(__name__)
 
 
+def require_connection() -> None:
+    """Raise `StateError` when this process has left Ray; Ray itself would start a new cluster unasked."""
+    import ray
+
+    if not ray.is_initialized():
+        raise StateError("this process is not connected to Ray: its runtime is closed")
+
+
 def require_ray() -> None:
     """Raise `ConfigError` with the fix when Ray is not installed."""
+    # Ray would print each death on the driver's standard output; they go through the failure channel. Read at import.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:
         import ray  # noqa: F401
     except ImportError as exc:

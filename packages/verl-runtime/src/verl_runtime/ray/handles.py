@@ -58,8 +58,11 @@ class Handle:
         """End the process at once. Harmless when it is gone."""
         import ray
 
-        if ray.is_initialized():
-            ray.kill(self._actor, no_restart=True)
+        try:
+            if ray.is_initialized():
+                ray.kill(self._actor, no_restart=True)
+        except Exception as exc:  # Ray itself is going, and takes the process with it
+            _log.warning("Ray could not kill an actor: %s", exc)
 
 
 def open_handle(

@@ -53,6 +53,14 @@ class Birth(NamedTuple):
     node_id: str
 
 
+class _LoggedChannel(FailureChannel):
+    """Writes reports to the log as well, should the process die before the driver has fetched them."""
+
+    def report(self, record: FailureRecord, /) -> None:
+        _log.error("reported: %s", record)
+        super().report(record)
+
+
 class ActorHost:
     """Hosts one object for the whole life of its process."""
 
@@ -74,7 +82,7 @@ class ActorHost:
 
     async def born(self) -> Birth:
         """Control: answer that the process is there."""
-        self._failures = FailureChannel()
+        self._failures = _LoggedChannel()
         import ray
 
         return Birth(self._pid, socket.gethostname(), ray.get_runtime_context().get_node_id())

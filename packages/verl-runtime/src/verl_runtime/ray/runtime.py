@@ -60,7 +60,7 @@ class RayConfig:
     object_store_mb: int = 512
     """Shared memory of the Ray that is started, in MiB."""
     namespace: str | None = None
-    """Ray namespace of the actors; None makes one that no other run has."""
+    """Beginning of the Ray namespace of the actors, which is completed to one that no other run has."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -88,7 +88,7 @@ class RayRuntime:
         self._groups: dict[str, PlacementGroup] = {}
         self._actors: dict[str, _Actor] = {}
         self._counts: dict[tuple[str, int], itertools.count[int]] = {}
-        self._namespace = config.namespace or f"verl-{settings.run_id}-{secrets.token_hex(4)}"
+        self._namespace = f"{config.namespace or f'verl-{settings.run_id}'}-{secrets.token_hex(4)}"
         self._closed = False
         self._connection = Connection(
             address=config.address, num_cpus=config.num_cpus, object_store_mb=config.object_store_mb
@@ -236,6 +236,7 @@ class RayRuntime:
 
     async def _settle(self, actor: _Actor, spec: ActorSpec, *, deadline: Deadline) -> None:
         who = f"{spec.role}[{spec.rank}]"
+        self._pulse.add(actor.ref.name, actor.handle)
         try:
             birth = await bounded(
                 actor.handle.born(),
@@ -244,7 +245,6 @@ class RayRuntime:
                 deadline=deadline,
                 clock=self._clock,
             )
-            self._pulse.add(actor.ref.name, actor.handle)
             actor.pid = birth.pid
             actor.address = replace(actor.address, node=birth.node, node_id=birth.node_id)
             actor.ref = replace(actor.ref, token=actor.address)
