@@ -122,7 +122,7 @@ class InProcessRuntime:
 
         async def invoke() -> object:
             result = function(**kwargs)
-            return await result if inspect.isawaitable(result) else result
+            return await result if inspect.isawaitable(result) else result  # wait: bounded below, as a task
 
         task = asyncio.ensure_future(invoke())
         held.calls.add(task)
