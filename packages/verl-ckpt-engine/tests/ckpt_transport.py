@@ -111,12 +111,21 @@ class Transfer:
     """One sender and its receivers in threads of this process, prepared and planned."""
 
     def __init__(
-        self, source: DictSource, *, receivers: int = 1, bucket_bytes: int = 1 << 20, limit_s: float = 20.0
+        self,
+        source: DictSource,
+        *,
+        receivers: int = 1,
+        bucket_bytes: int = 1 << 20,
+        limit_s: float = 20.0,
+        endpoints: Transfer | None = None,
     ) -> None:
         session = new_session()
         self.source = source
-        self.sender = ShmSender(owner="trainer", rank=0, clock=CLOCK)
-        self.receivers = [ShmReceiver(owner=f"r{index}", clock=CLOCK) for index in range(receivers)]
+        if endpoints is None:
+            self.sender = ShmSender(owner="trainer", rank=0, clock=CLOCK)
+            self.receivers = [ShmReceiver(owner=f"r{index}", clock=CLOCK) for index in range(receivers)]
+        else:
+            self.sender, self.receivers = endpoints.sender, endpoints.receivers
         manifest = source.manifest(1)
         self.plan: Plan = ShmBackend.planner_class().plan(
             manifest,
@@ -137,10 +146,13 @@ class Transfer:
         deadline = Deadline.after(CLOCK, self.limit_s)
         return self._pool.submit(receiver.receive, self.plan, target, deadline=deadline)
 
-    def close(self) -> None:
+    def close_endpoints(self) -> None:
         self.sender.close()
         for receiver in self.receivers:
             receiver.close()
+
+    def close(self) -> None:
+        self.close_endpoints()
         self._pool.shutdown()
 
     def __enter__(self) -> Transfer:

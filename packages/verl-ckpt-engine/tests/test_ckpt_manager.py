@@ -91,8 +91,11 @@ async def test_unchanged_weights_are_a_warning(caplog: pytest.LogCaptureFixture)
         first = await bench.manager.update_weights(1, deadline=after())
         with caplog.at_level(logging.WARNING):
             second = await bench.manager.update_weights(2, deadline=after())
-        assert (second.changed, second.digest) == (False, first.digest)
-        assert "same weights" in caplog.text
+            assert (second.changed, second.digest) == (False, first.digest)
+            assert "version 2 has the same weights" in caplog.text
+            caplog.clear()
+            await bench.manager.update_weights(2, deadline=after())
+            assert "same weights" not in caplog.text  # a version again, for a replica that missed it, is no surprise
         bench.sender.source.weights["embed"][7, 3] += 1
         third = await bench.manager.update_weights(3, deadline=after())
         assert third.changed

@@ -148,6 +148,24 @@ def test_abort_before_the_receiver_joins_ends_both_sides() -> None:
         assert "aborted: enough" in error_of(transfer.receive(DictTarget())).reason
 
 
+def test_late_end_of_a_stalled_receive_does_not_fail_the_next_one() -> None:
+    weights = many()
+    release = threading.Event()
+    with Transfer(DictSource(weights), bucket_bytes=1024, limit_s=0.5) as first:
+        stalled = first.receive(DictTarget(hold=(2, release)))
+        error_of(first.send())
+        first.close_endpoints()
+        with Transfer(DictSource(weights), bucket_bytes=1024, endpoints=first) as second:
+            target = DictTarget(hold=(3, release))
+            received, sent = second.receive(target), second.send()
+            assert target.holding.wait(10)
+            release.set()
+            error_of(stalled)
+            sent.result(20)
+            received.result(20)
+            check_equal(target.weights, weights)
+
+
 def test_receiver_that_closes_before_it_joins_is_not_waited_for() -> None:
     weights = many()
     with Transfer(DictSource(weights), receivers=2, bucket_bytes=1024) as transfer:

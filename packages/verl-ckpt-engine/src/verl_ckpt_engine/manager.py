@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from verl_contracts.clock import Clock, Deadline
     from verl_contracts.events import EventSink, JsonValue
-    from verl_contracts.rollout import Replica, SupportsSleep
+    from verl_contracts.rollout import PauseMode, Replica, SupportsSleep
     from verl_contracts.weights import CheckpointEngineManager, CheckpointSettings, TopologyPlanner, WeightSenderHost
 
 __all__ = ["TransactionalConfig", "TransactionalManager"]
@@ -68,7 +68,7 @@ class TransactionalManager:
         self._replicas: dict[str, Replica] = {}
         self._versions: dict[str, int | None] = {}
         self._asleep: set[str] = set()
-        self._digest: str | None = None
+        self._last: tuple[int, str] | None = None
         self._lock = asyncio.Lock()
         self._current: Transaction | None = None
         self._closed = False
@@ -139,7 +139,7 @@ class TransactionalManager:
                     num_bytes=outcome.num_bytes,
                     seconds=dict(transaction.seconds),
                     digest=outcome.digest,
-                    changed=outcome.digest != self._digest,
+                    changed=self._last is None or outcome.digest != self._last[1],
                 )
                 error = None
             except Exception as exc:
@@ -166,9 +166,9 @@ class TransactionalManager:
                     changed=report.changed if report is not None else False,
                     error=error,
                 )
-            if not report.changed:
+            if not report.changed and self._last is not None and self._last[0] != version:
                 _log.warning("version %d has the same weights as the sync before it: %s", version, report.digest)
-            self._digest = report.digest
+            self._last = (version, report.digest)
             return report
 
     def versions(self) -> Mapping[str, int | None]:
@@ -178,15 +178,17 @@ class TransactionalManager:
     async def sleep(self, *, deadline: Deadline) -> None:
         """Pause every replica that `SupportsSleep` and let it give its memory back. Idempotent.
 
-        Raises `StateError` naming those that could not; they count as invalid, and as awake.
+        Raises `StateError` naming those that could not; they count as invalid, and as awake. Nothing can be kept over a
+        sleep, so the pause is never `keep`.
         """
+        mode: PauseMode = "abort" if self._settings.pause_mode == "keep" else self._settings.pause_mode
 
         async def sleep(replica: Replica) -> None:
             sleeper = _sleeper(replica)
             if sleeper is None or replica.replica_id in self._asleep:
                 return
             self._set_version(replica, None)
-            await replica.pause(self._settings.pause_mode, deadline=deadline)
+            await replica.pause(mode, deadline=deadline)
             await sleeper.sleep(deadline=deadline)
             self._asleep.add(replica.replica_id)
 

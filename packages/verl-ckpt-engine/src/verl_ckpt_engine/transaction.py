@@ -228,8 +228,8 @@ class Transaction:
                 await asyncio.gather(*(self._abort(member, reason) for member in members if not member.reports))
 
         async def receive(member: Member) -> None:
-            host = member.replica.receiver_host
             try:
+                host = member.replica.receiver_host
                 member.reports = await self._bounded(host.transfer(plan, deadline=self._own(limit)), member.name, limit)
             except Exception as exc:
                 self._lose(member, exc)

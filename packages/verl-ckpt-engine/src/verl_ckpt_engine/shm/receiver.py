@@ -54,7 +54,8 @@ class ShmReceiver:
             stream.finish()
         except BaseException as exc:
             error = exc if isinstance(exc, WeightSyncError) else stream.error(f"{type(exc).__name__}: {exc}")
-            self._leave(str(error))
+            with self._lock:
+                stream.fail(str(error))
             if error is exc or not isinstance(exc, Exception):
                 raise
             raise error from exc

@@ -66,7 +66,7 @@ class ShmSender:
             stream.end()
         except BaseException as exc:
             error = exc if isinstance(exc, WeightSyncError) else stream.error(f"{type(exc).__name__}: {exc}")
-            self._fail(error.reason)
+            self._fail(error.reason, segment)
             if len(plan.senders) > 1:
                 # The other ranks gather until their iteration ends; leaving now would block them.
                 for _ in items:
@@ -79,22 +79,23 @@ class ShmSender:
     def abort(self, reason: str, /) -> None:
         """Make a blocked `send` raise, and tell the receivers."""
         self._aborted = reason
-        self._fail(f"aborted: {reason}")
+        self._fail(f"aborted: {reason}", self._segment)
 
     def close(self) -> None:
         """Remove the file. Idempotent, legal in every state; receivers that still read are told."""
-        self._fail("the sender closed before the end")
+        self._fail("the sender closed before the end", self._segment)
         with self._lock:
             segment, self._segment, self._manifest = self._segment, None, None
             if segment is not None:
                 segment.unlink()
                 segment.close()
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, segment: Segment | None) -> None:
+        """Tell the readers of `segment`, unless it was closed meanwhile: a late send must not fail its successor."""
         with self._lock:
-            if self._segment is not None and self._segment.state not in (ENDED, FAILED):
-                self._segment.set_sender_words(reason)
-                self._segment.state = FAILED
+            if segment is not None and segment is self._segment and segment.state not in (ENDED, FAILED):
+                segment.set_sender_words(reason)
+                segment.state = FAILED
 
     def _drain(self, source: WeightSource, deadline: Deadline) -> None:
         for meta, _ in source.tensors():
