@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -118,7 +120,7 @@ def alive(pid: int) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(40):
         while not condition():  # noqa: ASYNC110  processes tell no event
             await asyncio.sleep(0.01)
 
@@ -228,3 +230,48 @@ async def test_cheap_when_a_step_asks_for_many(make_client: Callable[..., Proces
         await asyncio.gather(*(client.score(request(sample=i), deadline=deadline()) for i in range(128)))
         seconds.append(time.perf_counter() - began)
     assert statistics.median(seconds) < 0.25
+
+
+ORPHAN = """
+import asyncio, sys
+from verl_contracts.rewards import RewardRequest
+from verl_trainers.rewards.pool import RewardPool
+from verl_trainers.rewards.wire import Setup
+
+async def main(path, do, pid_file):
+    options = {"path": path, "name": "compute_score"}
+    function = "verl_trainers.rewards.verl_function:VerlFunction"
+    pool = RewardPool(Setup(function=function, options=options, key="reward", limit_s=0.5), num_processes=1)
+    def ask(do):
+        return pool.submit(RewardRequest(uid="0-0-0", sample=0, data_source="t", response_ids=(), ground_truth=pid_file,
+                                         extra_info={"do": do}), "")
+    await ask("")
+    hanging = ask(do)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    print(pool.pids[0], flush=True)
+    import time; time.sleep(60)  # the loop is stuck, so that only the kill ends anything
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("do", ["fork_and_hang", "regex"])
+async def test_nothing_outlives_a_parent_that_is_killed(
+    make_client: Callable[..., ProcessRewardClient], tmp_path: Path, do: str
+) -> None:
+    pid_file = tmp_path / "pid"
+    with start(ORPHAN, str(tmp_path / "reward.py"), do, str(pid_file)) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline())]
+        if do == "fork_and_hang":
+            await until(lambda: pid_file.exists() and bool(pid_file.read_text()))
+            pids.append(int(pid_file.read_text()))
+        assert all(alive(pid) for pid in pids)
+        parent.kill()
+        parent.wait(timeout=10)
+    await until(lambda: not any(alive(pid) for pid in pids))
