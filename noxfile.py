@@ -62,7 +62,7 @@ PACKAGES = (
     Package(
         name="contracts",
         folder="contracts",
-        extras=("testing",),
+        extras=("testing", "torch"),
         absent=("torch", "numpy", "ray", "vllm", "transformers", "omegaconf", "pytest", "hypothesis"),
     ),
     Package(

@@ -46,7 +46,7 @@ A, B, C, D = (_uid(row) for row in range(4))
 class AdmissionPolicySuite(ContractSuite, abc.ABC, suite=True):
     """Subclass and write `policy`. The policy must wait for groups that are due, and drop none by itself."""
 
-    examples: int = 100
+    examples: int = 50
     """How many runs of the state machine are tried."""
     shrinks: bool = True
     """Whether a failure is made as short as possible before it is shown, which takes its time."""
@@ -197,7 +197,7 @@ class AdmissionPolicySuite(ContractSuite, abc.ABC, suite=True):
             machine,
             settings=settings(
                 max_examples=self.examples,
-                stateful_step_count=60,
+                stateful_step_count=40,
                 deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),
