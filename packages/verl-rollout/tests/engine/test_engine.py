@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from engine_models import CLOCK, VOCAB, complete, meta_of, opened, request_of, settings_of, soon, sync, tensors_of
+from transformers import AutoConfig
 
 from verl_contracts.errors import ConfigError, DataError, StateError, WaitTimeout, WeightSyncError
 from verl_contracts.rollout import ASLEEP, DEAD, INVALID, PAUSED, SERVING
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     Answer = asyncio.Task[Completion | AbortedCompletion]
 
 LONG = 2000
+SMALL = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def start(engine: TorchEngine, request: GenerationRequest, seconds: float = 30.0) -> Answer:
@@ -357,13 +366,21 @@ def test_create_names_the_key_when_there_is_no_model(tmp_path: Path) -> None:
         TorchEngine.create(settings_of(tmp_path), replica_id="x", clock=CLOCK)
 
 
-def test_create_refuses_a_window_shorter_than_the_longest_sequence(tmp_path: Path) -> None:
-    from transformers import Qwen2Config
-
-    Qwen2Config(
-        num_hidden_layers=2, use_sliding_window=True, sliding_window=16, max_window_layers=0, vocab_size=8
-    ).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="window 16 < max_model_len 64"):
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "window 16 < .* 64"),
+        ("mistral", {"sliding_window": 8}, "window 8 < .* 64"),
+        ("gemma2", {"head_dim": 16}, "'softcap'"),
+        ("deepseek_v3", {}, "does not run with 2 key heads"),
+        ("bloom", {}, "BloomForCausalLM does not take"),
+    ],
+)
+def test_create_refuses_attention_that_it_would_compute_wrongly(
+    tmp_path: Path, kind: str, values: dict[str, object], words: str
+) -> None:
+    AutoConfig.for_model(kind, **SMALL, **values).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=words):
         TorchEngine.create(settings_of(tmp_path), replica_id="x", clock=CLOCK)
 
 

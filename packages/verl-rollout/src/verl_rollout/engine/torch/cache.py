@@ -35,7 +35,7 @@ class KVCache:
     def __init__(
         self, *, layers: int, slots: int, heads: int, head_dim: int, dtype: torch.dtype, max_length: int
     ) -> None:
-        self._max_length = max_length
+        self.max_length = max_length
         self.scratch = slots
         self.data = torch.zeros(layers, 2, slots + 1, heads, min(_FIRST_LENGTH, max_length), head_dim, dtype=dtype)
 
@@ -53,7 +53,7 @@ class KVCache:
         while new < length:
             new *= 2
         shape = list(self.data.shape)
-        shape[4] = max(length, min(new, self._max_length))
+        shape[4] = max(length, min(new, self.max_length))
         data = torch.zeros(shape, dtype=self.data.dtype)
         data[:, :, :, :, :old] = self.data
         self.data = data
@@ -70,6 +70,11 @@ class KVCache:
 class Pass(Protocol):
     """One run of the model: stores what a layer computed, and attends."""
 
+    @property
+    def max_length(self) -> int:
+        """Most tokens that a sequence may ever have; a model with a shorter window is refused."""
+        ...
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
@@ -81,6 +86,7 @@ class Decode:
     """One token for each of the first n slots: row i writes position ``positions[i]`` of slot i and sees up to it."""
 
     def __init__(self, cache: KVCache, positions: torch.Tensor, *, length: int) -> None:
+        self.max_length = cache.max_length
         self._data = cache.data
         self._rows = torch.arange(len(positions))
         self._positions = positions
@@ -138,6 +144,7 @@ class Prefill:
     """T tokens for each of some slots, from position `start` on. Earlier positions of these slots are seen too."""
 
     def __init__(self, cache: KVCache, slots: torch.Tensor, *, start: int, tokens: int) -> None:
+        self.max_length = cache.max_length
         self._data = cache.data
         self._slots = slots
         self._start = start
@@ -181,6 +188,12 @@ def attend(
     for name in _UNSUPPORTED:
         if options.get(name) is not None:
             raise ConfigError(f"the embedded engine has no attention with {name!r}, which this model uses; take vllm")
+    window = options.get("sliding_window")
+    if isinstance(window, int) and window < slots.max_length:
+        raise ConfigError(
+            f"the embedded engine has no sliding-window attention: window {window} < max_model_len "
+            f"{slots.max_length}; lower max_model_len or take vllm"
+        )
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise ConfigError(f"attention module {type(module).__name__} has no layer_idx; take vllm for this model")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from verl_contracts.errors import StateError
+from verl_contracts.errors import ConfigError, StateError
 from verl_contracts.tokens import SAMPLED, AbortedCompletion, Completion, VersionSpan
 from verl_rollout.engine.torch.cache import BlockDecode, Decode, Prefill
 from verl_rollout.engine.torch.rows import Rows
@@ -97,12 +97,12 @@ class Decoder:
 
     def allocate(self) -> None:
         """Make an empty cache."""
-        longest = _round_up(self._settings.max_model_len, _FIXED_TOKENS)
+        longest = self._settings.max_model_len
         self._cache = self._shape.build_cache(
             slots=self._width, dtype=getattr(torch, self._settings.dtype), max_length=longest
         )
         if self._fixed:
-            self._cache.ensure(longest)
+            self._cache.ensure(_round_up(longest, _FIXED_TOKENS))
 
     def release(self) -> None:
         """Free the cache. Only when nothing is active."""
@@ -110,9 +110,15 @@ class Decoder:
 
     def _probe(self) -> None:
         """Run both kinds of pass once, so that a model that they do not fit is refused here and not in a run."""
-        with torch.inference_mode():
-            self._prefill([(0, (0, 0))])
-            self._decode(1)
+        try:
+            with torch.inference_mode():
+                self._prefill([(0, (0, 0))])
+                self._decode(1)
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"{type(self._model).__name__} does not run with {self._shape.heads} key heads of size "
+                f"{self._shape.head_dim}, as its config says: {exc}; take vllm for this model"
+            ) from exc
         self.allocate()
 
     def submit(self, job: Job) -> None:

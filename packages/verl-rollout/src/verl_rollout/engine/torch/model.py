@@ -58,13 +58,7 @@ def build_model(settings: RolloutSettings) -> tuple[PreTrainedModel, Shape]:
         config = AutoConfig.from_pretrained(settings.model_path)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"model_path {settings.model_path!r} is not a folder with a model config: {exc}") from exc
-    window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if "sliding_attention" in layer_types and window is not None and window < settings.max_model_len:
-        raise ConfigError(
-            f"the embedded engine has no sliding-window attention: window {window} < max_model_len "
-            f"{settings.max_model_len}; lower max_model_len or take vllm"
-        )
     if layer_types - {"full_attention", "sliding_attention"}:
         raise ConfigError(f"the embedded engine serves attention layers only, not {sorted(layer_types)}; take vllm")
     AttentionInterface.register(ATTENTION, attend)
