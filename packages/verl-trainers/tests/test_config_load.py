@@ -66,11 +66,12 @@ def test_a_leaf_is_null_only_where_the_schema_says_so(key: str) -> None:
         assert mistakes[0].startswith(f"{key}: null is not a value here")
 
 
+@pytest.mark.parametrize("nothing", ["", {}])
 @pytest.mark.parametrize("key", sorted(LEAVES))
-def test_empty_text_is_unset_for_names_only(key: str) -> None:
-    config, mistakes = build_tree(tree_of(key, ""))
+def test_empty_text_is_unset_for_names_only(key: str, nothing: object) -> None:
+    config, mistakes = build_tree(tree_of(key, nothing))
     assert config == DEFAULT
-    if key in NAME_KEYS:
+    if key in NAME_KEYS or (nothing == {} and get_origin(LEAVES[key]) is Mapping):
         assert mistakes == []
     else:
         assert len(mistakes) == 1

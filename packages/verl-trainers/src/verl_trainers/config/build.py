@@ -1,7 +1,7 @@
 """From a plain tree to the schema's dataclasses. Every mistake is noted; nothing stops at the first.
 
 What "nothing" means is decided here, once: an absent, null or empty section is its default; null for a leaf is an error
-unless the leaf's type says None; ``""`` is "unset" for names and class paths, and an error for any other text.
+unless the leaf's type says None; ``""`` and ``{}`` are "unset" for names and class paths, and errors elsewhere.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAME_KEYS = frozenset(
         "actor_rollout_ref.rollout.checkpoint_engine.backend",
     }
 )
-"""Leaves that hold a name or a class path, so that ``""`` means unset."""
+"""Leaves that hold a name or a class path, so that ``""`` and ``{}`` mean unset."""
 
 _HINT_NAMES = {"Mapping": Mapping, "PauseMode": PauseMode, "LossAggregation": LossAggregation}
 """What the schema imports for type checkers only."""
@@ -113,7 +113,7 @@ class _Builder:
     def _value(self, value: object, hint: object, key: str) -> object:
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return self.section(hint, value, f"{key}.")
-        if value == "" and key in NAME_KEYS:
+        if key in NAME_KEYS and value in ("", {}):
             return _UNSET
         if get_origin(hint) is Mapping and value is None:
             return _UNSET
