@@ -310,7 +310,7 @@ class PolicyLoss(Protocol):
         ...
 
     def losses(self, inputs: PolicyLossInputs, /) -> PolicyLossOutput:
-        """Return losses by token."""
+        """Return losses by token. A token whose advantage is 0 has no gradient: rows of such tokens may be left out."""
         ...
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_cases import make_batch, make_sample
 
-from verl_contracts.errors import DataError
+from verl_contracts.errors import DataError, StateError
 from verl_contracts.tokens import RAW, VersionSpan
-from verl_contracts.training import TrainSample
+from verl_contracts.training import AdvantageInputs, TrainSample
 from verl_trainers.advantages.grpo import GroupRelative
 from verl_trainers.config.schema import ActorConfig
 from verl_trainers.workers.batch import build_rows, estimate_advantages, plan_micro_batches
@@ -61,6 +61,20 @@ def test_estimator_sees_one_row_per_sample_when_agents_restart() -> None:
     rows = build_rows(samples, version=0, temperature=1.0)
     advantages = estimate_advantages(GroupRelative(norm_by_std=False), samples, rows)
     assert torch.equal(advantages, rows.mask * torch.tensor([[-0.5], [-0.5], [0.5]]))
+
+
+class PerRow:
+    """An estimator that forgets the positions."""
+
+    def estimate(self, inputs: AdvantageInputs, /) -> torch.Tensor:
+        return inputs.scores
+
+
+def test_estimate_of_another_shape_is_refused() -> None:
+    samples = make_batch(groups=1, n=2)
+    rows = build_rows(samples, version=0, temperature=1.0)
+    with pytest.raises(StateError, match=r"PerRow\.estimate must return \(2, \d+\).*returned \(2,\)"):
+        estimate_advantages(PerRow(), samples, rows)
 
 
 def test_unusable_rows_are_refused_by_name() -> None:

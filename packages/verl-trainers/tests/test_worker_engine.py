@@ -13,8 +13,9 @@ from worker_cases import make_batch, make_model, make_sample, make_settings
 
 from verl_contracts.errors import ConfigError, StateError
 from verl_contracts.tracking import reduce_metrics
-from verl_contracts.training import StepContext, StepResult, TrainSample
-from verl_trainers.config.schema import ActorConfig, AlgorithmConfig, FsdpConfig, OptimConfig
+from verl_contracts.training import PolicyLossInputs, PolicyLossOutput, StepContext, StepResult, TrainSample
+from verl_trainers.config.schema import ActorConfig, AlgorithmConfig, FsdpConfig, OptimConfig, PolicyLossConfig
+from verl_trainers.losses.ppo_clip import PpoClip
 from verl_trainers.workers.engine import FsdpEngine
 from verl_trainers.workers.schedule import learning_rate
 
@@ -228,6 +229,28 @@ def test_update_that_is_not_finite_changes_nothing_and_is_counted(
     assert all(torch.equal(before[name], tensor) for name, tensor in _weights(engine).items())
     assert _step(engine, make_batch(), 3).updates == 1
     assert any(not torch.equal(before[name], tensor) for name, tensor in _weights(engine).items())
+
+
+class Raising(PpoClip):
+    """A loss that raises at its second micro-batch."""
+
+    calls = 0
+
+    def losses(self, inputs: PolicyLossInputs, /) -> PolicyLossOutput:
+        Raising.calls += 1
+        if Raising.calls == 2:
+            raise ValueError("second micro-batch")
+        return super().losses(inputs)
+
+
+def test_step_that_raised_leaves_no_gradient_behind(model: str) -> None:
+    policy_loss = PolicyLossConfig(loss_mode=f"{__name__}:Raising")
+    actor = ActorConfig(policy_loss=policy_loss, ppo_max_token_len_per_gpu=60)
+    engine = FsdpEngine(make_settings(model, actor=actor))
+    with pytest.raises(ValueError, match="second micro-batch"):
+        _step(engine, make_batch())
+    want = _metrics(_step(FsdpEngine(make_settings(model, actor=actor)), make_batch()))["actor/grad_norm"]
+    assert _metrics(_step(engine, make_batch()))["actor/grad_norm"] == want
 
 
 def test_bfloat16_keeps_float32_masters(model: str) -> None:

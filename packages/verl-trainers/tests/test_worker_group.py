@@ -21,8 +21,8 @@ from verl_contracts.weights import LoadReport
 from verl_trainers.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
+    AlgorithmConfig,
     CheckpointEngineConfig,
-    DataConfig,
     ModelConfig,
     OptimConfig,
     RolloutConfig,
@@ -233,9 +233,13 @@ def test_settings_follow_config_and_bundle() -> None:
         engine_settings(on_cuda, total_steps=7, rank=0, bundles=bundles)
 
 
-def test_rows_that_cannot_fit_are_refused_with_numbers() -> None:
+async def test_algorithm_that_cannot_be_built_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = dataclasses.replace(
-        _config("somewhere"), data=DataConfig(max_prompt_length=16000, max_response_length=500)
+        _config(make_model(tmp_path / "model")), algorithm=AlgorithmConfig(options={"epsilom": 1.0})
     )
-    with pytest.raises(ConfigError, match=r"16000 \+ 500 > 16384"):
-        engine_settings(config, total_steps=7, rank=0, bundles=(Bundle(),))
+    runtime = await CountingRuntime.create(RuntimeSettings(run_id="test"), clock=CLOCK, events=NullEvents())
+    with pytest.raises(ConfigError, match="epsilom"):
+        await PolicyWorkerGroup.create(
+            runtime=runtime, grant=await _place(runtime), config=config, total_steps=10, deadline=_soon()
+        )
+    assert not runtime.spawned

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from verl_contracts.errors import DataError
+from verl_contracts.errors import DataError, StateError
 from verl_contracts.tokens import SAMPLED
 from verl_contracts.training import AdvantageInputs
 
@@ -109,13 +109,13 @@ def estimate_advantages(estimator: AdvantageEstimator, samples: Sequence[TrainSa
     scores = torch.tensor([sample.row.score for sample in samples], dtype=torch.float32)
     numbers = torch.tensor([groups[sample.row.uid] for sample in samples], dtype=torch.int64)
     if len(samples) == len(rows.lengths):
-        return estimator.estimate(AdvantageInputs(scores=scores, groups=numbers, mask=rows.mask))
+        return _estimate(estimator, AdvantageInputs(scores=scores, groups=numbers, mask=rows.mask))
     width = rows.mask.shape[1]
     first = np.searchsorted(rows.sample, rows.sample)
     place = np.arange(len(rows.sample)) - first
     mask = torch.zeros(len(samples), int(place.max()) + 1, width)
     mask[rows.sample, place] = rows.mask
-    estimated = estimator.estimate(AdvantageInputs(scores=scores, groups=numbers, mask=mask.flatten(1)))
+    estimated = _estimate(estimator, AdvantageInputs(scores=scores, groups=numbers, mask=mask.flatten(1)))
     return estimated.view_as(mask)[rows.sample, place]
 
 
@@ -143,6 +143,16 @@ def plan_micro_batches(
     most = max(1, *(len(plan) for plan in plans))
     filler = MicroBatch(rows=np.array([longest]), live=False)
     return tuple(tuple(plan + [filler] * (most - len(plan))) for plan in plans)
+
+
+def _estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs) -> torch.Tensor:
+    advantages = estimator.estimate(inputs)
+    if advantages.shape != inputs.mask.shape:
+        raise StateError(
+            f"{type(estimator).__qualname__}.estimate must return {tuple(inputs.mask.shape)}, one a position; "
+            f"it returned {tuple(advantages.shape)}"
+        )
+    return advantages
 
 
 def _check(sample: TrainSample, temperature: float) -> None:

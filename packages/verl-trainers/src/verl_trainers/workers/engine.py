@@ -113,6 +113,7 @@ class FsdpEngine:
                 f"the step belongs to a run of {context.total_steps} steps, and the learning rate was planned for "
                 f"{settings.total_steps}"
             )
+        self._optimizer.clear()  # a step that raised may have left gradients behind
         watch = Stopwatch()
         with watch.part("prepare"):
             samples = sorted(batch, key=lambda sample: (sample.row.uid, sample.row.sample))

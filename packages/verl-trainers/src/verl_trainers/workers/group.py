@@ -15,6 +15,7 @@ from verl_contracts.runtime import ActorSpec, ObjectSpec
 from verl_contracts.training import StepResult
 from verl_contracts.waits import bounded
 from verl_contracts.weights import EndpointInfo, Manifest, TransferReport
+from verl_trainers.workers.algorithm import build_estimator, build_policy_loss
 from verl_trainers.workers.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -34,16 +35,8 @@ ROLE = "policy"
 
 
 def engine_settings(config: RunConfig, *, total_steps: int, rank: int, bundles: Sequence[Bundle]) -> EngineSettings:
-    """Return what `rank` is told. Raises `ConfigError` for a row that could not fit, or a device that is not there."""
-    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    longest = data.max_prompt_length + data.max_response_length
-    if longest > actor.ppo_max_token_len_per_gpu:
-        raise ConfigError(
-            "data.max_prompt_length + data.max_response_length must be ≤ "
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
-            f"({data.max_prompt_length} + {data.max_response_length} > {actor.ppo_max_token_len_per_gpu}); "
-            "a row is never split over micro-batches"
-        )
+    """Return what `rank` is told. Raises `ConfigError` for a device that is not there."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     bundle = bundles[rank]
     if config.trainer.device == "cuda" and bundle.gpus <= 0:
         raise ConfigError(f"trainer.device = 'cuda', and bundle {rank} of the trainer has no GPU")
@@ -105,6 +98,8 @@ class PolicyWorkerGroup:
         cls, *, runtime: Runtime, grant: DeviceGrant, config: RunConfig, total_steps: int, deadline: Deadline
     ) -> Self:
         """Spawn one rank per bundle and load the policy. Leaves nothing behind when it raises."""
+        build_estimator(config.algorithm)  # refused here, before anything is spawned
+        build_policy_loss(config.actor_rollout_ref.actor)
         size = len(grant.bundles)
         specs: list[ActorSpec] = []
         for rank in range(size):

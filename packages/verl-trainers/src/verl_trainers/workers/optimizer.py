@@ -94,10 +94,11 @@ class PolicyOptimizer:
             if self._apart:
                 with torch.no_grad():
                     torch._foreach_copy_(self._working, self._masters)
-        self._clear()
+        self.clear()
         return UpdateOutcome(grad_norm=value, applied=applied)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget what was accumulated."""
         if self._apart:
             torch._foreach_zero_(self._gradients)
         else:
