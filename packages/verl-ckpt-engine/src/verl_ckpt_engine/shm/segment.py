@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import re
+import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -328,8 +329,9 @@ class Segment:
     def populate(self, start: int, stop: int) -> None:
         """Make the kernel provide these bytes at once: one call is several times cheaper than a fault per page."""
         first = start // PAGE * PAGE
-        with suppress(OSError, ValueError):
-            self._mapping.madvise(_MADV_POPULATE_WRITE, first, stop - first)
+        if sys.platform == "linux":
+            with suppress(OSError):  # a kernel older than 5.14
+                self._mapping.madvise(_MADV_POPULATE_WRITE, first, stop - first)
 
     def unlink(self) -> None:
         """Remove the name; the memory goes when the last process that maps it does. Idempotent."""
