@@ -70,6 +70,8 @@ class ReplicaStatus:
     """Requests accepted and not started."""
     generated_tokens: int
     """Tokens generated since the start."""
+    busy_s: float = 0.0
+    """Seconds since the start in which the engine computed; the rest it was idle, paused or asleep."""
 
 
 class Replica(Protocol):

@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Literal, Self, cast
 
 import torch
@@ -77,6 +78,7 @@ class TorchEngine:
         # Compute side.
         self._outbox: list[tuple[int, object]] = []
         self._pausers: list[int] = []
+        self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"engine-{replica_id}", daemon=True)
         self._thread.start()
 
@@ -139,6 +141,7 @@ class TorchEngine:
             running=len(self._decoder.active),
             waiting=len(self._decoder.waiting),
             generated_tokens=self._decoder.generated_tokens,
+            busy_s=self._busy_s,
         )
 
     def target(self) -> WeightTarget:
@@ -292,7 +295,10 @@ class TorchEngine:
                 while not self._closing:
                     for command in self._take():
                         command()
+                    works, begun = self._has_work(), time.perf_counter()
                     self._iterate()
+                    if works:
+                        self._busy_s += time.perf_counter() - begun
                     self._flush()
         except Exception as exc:
             self._die(exc)
