@@ -43,7 +43,7 @@ def convert(gguf: Path, out: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     # A model of its own, because the loaded one is marked as quantized and would be saved as such.
     config = AutoConfig.from_pretrained(**source)
     if hasattr(config, "quantization_config"):
