@@ -18,6 +18,7 @@ _MODULES = (
     "admission",
     "agents",
     "balancer",
+    "checkpoint",
     "manager",
     "replica",
     "rewards",
