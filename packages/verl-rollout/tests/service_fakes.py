@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from verl_contracts.clock import Deadline
-from verl_contracts.errors import DataError, StateError
+from verl_contracts.errors import ConfigError, DataError, StateError
 from verl_contracts.rollout import (
     ASLEEP,
     DEAD,
@@ -78,6 +78,8 @@ class Script:
     """Number of the request, from 1, at which the engine dies."""
     raises_at: int | None = None
     """Number of the request, from 1, from which on it raises without dying."""
+    misbuilt: bool = False
+    """Raises what a wrongly built actor raises."""
     empty: bool = False
     """Answers with nothing."""
     hangs: bool = False
@@ -145,6 +147,8 @@ class ScriptedEngine:
             raise self._death
         if self.script.raises_at is not None and number >= self.script.raises_at:
             raise RuntimeError("scripted hiccup")
+        if self.script.misbuilt:
+            raise ConfigError("scripted: no public method 'generate'")
         if len(request.prompt_ids) + request.sampling.max_tokens > self._max_model_len:
             raise DataError(f"{len(request.prompt_ids)} + {request.sampling.max_tokens} tokens > {self._max_model_len}")
         if self._version is None or self._version < request.min_version:

@@ -109,7 +109,7 @@ def test_error_names_every_replica_and_its_first_exception_when_all_are_dead() -
     play(case)
 
 
-@pytest.mark.parametrize("script", [{"empty": True}, {"raises_at": 1}])
+@pytest.mark.parametrize("script", [{"empty": True}, {"raises_at": 1}, {"misbuilt": True}])
 def test_replica_that_answers_nothing_or_raises_is_quarantined(script: dict[str, object]) -> None:
     async def case(here: World) -> None:
         manager = await here.serving(settings({"rollout-0": script}))

@@ -12,7 +12,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from verl_contracts.errors import ActorFailed, WaitTimeout
+from verl_contracts.errors import ActorFailed, ConfigError, WaitTimeout
 from verl_contracts.rollout import ABORTED, SUCCESS
 from verl_contracts.tokens import AbortedCompletion, Completion
 from verl_rollout.leases import LeaseDesk
@@ -85,11 +85,11 @@ class BalancedClient:
         try:
             replica = await self._replica(replica_id)
             reply = await replica.generate(request, deadline=deadline.within(self._clock, self._request_limit_s))
-        except ValueError:
-            raise
         except ActorFailed as exc:
             raise _ReplicaFailed(exc.record.cause) from exc
         except Exception as exc:
+            if isinstance(exc, ValueError) and not isinstance(exc, ConfigError):
+                raise  # the request's own fault; a wrongly built actor is not
             if isinstance(exc, WaitTimeout) and deadline.remaining(self._clock) <= 0.0:
                 raise  # the caller's own limit, which says nothing about the replica
             raise _ReplicaFailed(f"{type(exc).__name__}: {exc}") from exc
