@@ -25,6 +25,7 @@ from verl_contracts.rollout import ASLEEP, DEAD, INVALID, PAUSED, SERVING, Repli
 from verl_contracts.waits import bounded
 from verl_rollout.engine.torch.decoder import Decoder, Job, Result
 from verl_rollout.engine.torch.model import Shape, allocate, build_model, release
+from verl_rollout.engine.torch.requests import check_request
 from verl_rollout.engine.torch.target import ModelTarget
 
 if TYPE_CHECKING:
@@ -183,23 +184,7 @@ class TorchEngine:
         if not self._accepts:
             why = "it sleeps" if self._sleeping is not None else "no weights committed yet"
             raise StateError(f"replica {self._replica_id} cannot generate: {why}; sync the weights first")
-        length, new = len(request.prompt_ids), request.sampling.max_tokens
-        if length + new > self._settings.max_model_len:
-            raise DataError(
-                f"request {request.request_id!r} does not fit: {length} prompt tokens + max_tokens {new} > "
-                f"max_model_len {self._settings.max_model_len}; shorten the prompt or lower max_tokens"
-            )
-        if not 0 <= request.resumed_tokens < length:
-            raise DataError(
-                f"request {request.request_id!r} has {length} prompt tokens, {request.resumed_tokens} of them resumed; "
-                "at least one other is needed"
-            )
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
-        if low < 0 or high >= self._shape.vocab_size:
-            raise DataError(
-                f"request {request.request_id!r} has token ids {low}..{high}, the model's are 0.."
-                f"{self._shape.vocab_size - 1}; is this the model's tokenizer?"
-            )
+        check_request(request, max_model_len=self._settings.max_model_len, vocab_size=self._shape.vocab_size)
         if request.request_id in self._request_ids:
             raise DataError(f"request id {request.request_id!r} is in flight already; ids must be unique")
 
