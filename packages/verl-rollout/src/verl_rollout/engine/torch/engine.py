@@ -176,8 +176,6 @@ class TorchEngine:
             await self._ask(self._close, "close")
         self._fail_all(StateError(f"replica {self._replica_id} was closed"))
 
-    # ----------------------------------------------------------------------------------------------- loop side
-
     def _check(self, request: GenerationRequest) -> None:
         """Refuse what can never be served, or not now."""
         self._raise_if_dead()
@@ -269,8 +267,6 @@ class TorchEngine:
 
     def _set_loaded(self, complete: bool) -> None:
         self._update = "loaded" if complete else "begun"
-
-    # -------------------------------------------------------------------------------------------- compute side
 
     def _run(self) -> None:
         try:
