@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from verl_contracts.clock import Deadline
-from verl_contracts.errors import ConfigError, DataError, StateError
+from verl_contracts.errors import ConfigError, DataError, StateError, WeightSyncError
 from verl_contracts.rollout import (
     ASLEEP,
     DEAD,
@@ -265,6 +265,10 @@ class ScriptedEngine:
 
     def target(self) -> WeightTarget:
         return ScriptedTarget(fails=self.script.fails_to_load)
+
+    def check_manifest(self, manifest: Manifest, /) -> None:
+        if manifest.tensors:
+            raise WeightSyncError("prepare", f"scripted: it has no {manifest.tensors[0].name}")
 
     def begin_update(self) -> None:
         if self._asleep or self._open.is_set():

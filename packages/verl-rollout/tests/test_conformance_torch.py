@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from service_fakes import world_on
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from verl_contracts.clock import Deadline, SystemClock
+from verl_contracts.errors import WeightSyncError
 from verl_contracts.rollout import RolloutSettings
 from verl_contracts.testing.memory import MemoryBackend
 from verl_contracts.testing.suites.replica import ReplicaSuite
@@ -52,6 +54,40 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
     return folder, {name: parameter.detach() for name, parameter in network.named_parameters()}
 
 
+def test_weights_that_do_not_fit_are_refused_before_they_are_sent(
+    model: tuple[Path, Mapping[str, torch.Tensor]],
+) -> None:
+    folder, tensors = model
+    wrong = {**tensors, "model.norm.weight": torch.zeros(33), "head.bias": torch.zeros(2)}
+    del wrong["model.layers.1.mlp.up_proj.weight"]
+
+    async def case() -> None:
+        async with world_on(_CLOCK) as here:
+            manager = await here.manager(_settings(folder))
+            with pytest.raises(WeightSyncError, match=r"phase 'prepare': 3 tensors do not fit") as caught:
+                await manager.replicas()[0].receiver_host.prepare(
+                    ListSource(wrong).manifest(1), session="wrong", deadline=_soon()
+                )
+            for problem in (
+                "the model has no head.bias",
+                "model.norm.weight has shape (33,), and (32,) in the model",
+                "model.layers.1.mlp.up_proj.weight is not sent",
+            ):
+                assert problem in str(caught.value)
+
+    asyncio.run(case())
+
+
+def _settings(folder: Path) -> RolloutSettings:
+    return RolloutSettings(
+        model_path=str(folder),
+        engine="torch",
+        max_num_seqs=4,
+        max_model_len=512,
+        weight_backend="verl_contracts.testing.memory:MemoryBackend",
+    )
+
+
 class TestTorchReplica(ReplicaSuite):
     _folder: Path
     _tensors: Mapping[str, torch.Tensor]
@@ -62,15 +98,8 @@ class TestTorchReplica(ReplicaSuite):
 
     @asynccontextmanager
     async def opened(self, clock: Clock) -> AsyncIterator[Replica]:
-        chosen = RolloutSettings(
-            model_path=str(self._folder),
-            engine="torch",
-            max_num_seqs=4,
-            max_model_len=512,
-            weight_backend="verl_contracts.testing.memory:MemoryBackend",
-        )
         async with world_on(clock) as here:
-            manager = await here.manager(chosen)
+            manager = await here.manager(_settings(self._folder))
             yield manager.replicas()[0]
 
     async def commit(self, replica: Replica, version: int, *, keep_cache: bool) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from verl_contracts.clock import Clock, Deadline
     from verl_contracts.rollout import PauseMode, ReplicaStatus, RolloutSettings
     from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
-    from verl_contracts.weights import WeightTarget
+    from verl_contracts.weights import Manifest, WeightTarget
 
 __all__ = ["Engine"]
 
@@ -61,6 +61,10 @@ class Engine(Protocol):
 
     def target(self) -> WeightTarget:
         """Return what a receiver fills: it writes into the live model. Only between `begin_update` and `commit`."""
+        ...
+
+    def check_manifest(self, manifest: Manifest, /) -> None:
+        """Raise `WeightSyncError` unless these tensors fill the model: before a sync touches anything. Any time."""
         ...
 
     def begin_update(self) -> None:

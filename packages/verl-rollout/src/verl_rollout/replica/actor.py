@@ -88,6 +88,7 @@ class ReplicaActor:
     def receiver_prepare(self, manifest: Manifest, session: str) -> EndpointInfo:
         """Create what the sender needs in order to connect. A receiver left over from another sync is closed."""
         self.receiver_close()
+        self._engine.check_manifest(manifest)
         self._receiver = build_plugin(
             self._receiver_class,
             {},

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from verl_contracts.clock import Clock
     from verl_contracts.rollout import PauseMode, RolloutSettings
     from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
-    from verl_contracts.weights import WeightTarget
+    from verl_contracts.weights import Manifest, WeightTarget
     from verl_rollout.engine.base import Engine
 
 __all__ = ["TorchEngine"]
@@ -148,6 +148,11 @@ class TorchEngine:
     def target(self) -> WeightTarget:
         """Return the loader of the live model."""
         return ModelTarget(self._model, guard=self._require_update, loaded=self._set_loaded)
+
+    def check_manifest(self, manifest: Manifest, /) -> None:
+        """Compare names and shapes with the model's; asleep it has none, and loading checks them all the same."""
+        if self._sleeping is None:
+            ModelTarget(self._model, guard=self._require_update, loaded=self._set_loaded).check(manifest)
 
     def begin_update(self) -> None:
         """Declare the weights invalid until `commit`."""
