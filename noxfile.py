@@ -200,6 +200,13 @@ def tests(session: nox.Session, package: Package) -> None:
     session.run(python, "-m", "pytest", f"{package.folder}/tests", *session.posargs)
 
 
+@nox.session(name="tests-contracts-torch")
+def tests_contracts_torch(session: nox.Session) -> None:
+    """Those of the contracts' tests that need tensors, which tests-contracts has none of."""
+    paths = ["contracts/tests/meta", "contracts/tests/test_imports.py"]
+    session.run(full(session), "-m", "pytest", *paths, *session.posargs)
+
+
 def conformance(session: nox.Session, package: Package) -> None:
     """Only those of its tests that are suites of the conformance kit."""
     python = test_environment(session, package)
@@ -275,6 +282,7 @@ nox.options.sessions = [
     *(f"isolated-{package.name}" for package in PACKAGES),
     "side_by_side",
     *(f"tests-{package.name}" for package in PACKAGES),
+    "tests-contracts-torch",
     "integration",
     "quickstart",
 ]
