@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from verl_contracts.clock import Clock, Deadline
     from verl_contracts.runtime import ActorContext, ObjectSpec
 
-__all__ = ["Exited", "HostedObject"]
+__all__ = ["Exited", "HostedObject", "Stopped"]
 
 _log = logging.getLogger(__name__)
 
 
 class Exited(Exception):
     """The object asked its process to end, by `sys.exit` or the like; carries the reason in words."""
+
+
+class Stopped(Exception):
+    """The object was closed before the call reached it."""
 
 
 class HostedObject:
@@ -54,6 +58,8 @@ class HostedObject:
 
     async def invoke(self, method: str, arguments: Mapping[str, object], *, deadline: Deadline) -> object:
         """Call ``method(**arguments)``, adding `deadline` when the method takes it. Raises what the method raises."""
+        if self._target is None:
+            raise Stopped(f"{self._name} was stopped before {method!r} reached it")
         function = self._find(method)
         if self._takes_deadline(method, function) and "deadline" not in arguments:
             arguments = {**arguments, "deadline": deadline}

@@ -7,11 +7,13 @@ gone: every call ends at its deadline even if nobody cancels it.
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import TYPE_CHECKING, cast
 
 from verl_contracts.clock import Clock, Deadline
+from verl_contracts.errors import ActorFailed
 from verl_contracts.failures import FailureRecord
-from verl_runtime.objects import Exited
+from verl_runtime.objects import Exited, Stopped
 from verl_runtime.ray.wire import CallRow, ReplyRow, pack, pack_error, unpack
 
 if TYPE_CHECKING:
@@ -102,7 +104,11 @@ class Session:
             self._done.append(ReplyRow(row.number, packed.data, packed.refs, None))
         except Exited as exc:
             self._on_exit(str(exc))
-        except (Exception, asyncio.CancelledError) as exc:
+        except (Stopped, asyncio.CancelledError) as exc:  # whoever gave the call up itself does not listen any more
+            reason = str(exc) or f"stopped while {row.method!r} ran"
+            record = FailureRecord(role=self._role, rank=self._rank, node=socket.gethostname(), cause=reason)
+            self._done.append(pack_error(row.number, ActorFailed(record), record))
+        except Exception as exc:
             record = FailureRecord.from_exception(exc, role=self._role, rank=self._rank)
             self._done.append(pack_error(row.number, exc, record))
         finally:
