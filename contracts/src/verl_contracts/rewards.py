@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from verl_contracts.pickling import cheap_pickle
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["RewardClient", "RewardFunction", "RewardRequest", "RewardResult"]
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
     """What is judged: one finished sample."""
@@ -30,6 +33,7 @@ class RewardRequest:
     """Whether the length budget ended the response."""
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
     """A verdict. `score` is set exactly when `outcome` is scored, and finite; raises ValueError otherwise."""

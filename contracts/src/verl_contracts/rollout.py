@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NewType, Protocol, Self, TypeAlias
 
+from verl_contracts.pickling import cheap_pickle
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -129,6 +131,7 @@ class SupportsSleep(Protocol):
         ...
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """The right to run one sequence on one replica."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
 
+from verl_contracts.pickling import cheap_pickle
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
@@ -98,6 +100,7 @@ class ActorSpec:
     """Environment variables set before the object's module is imported; ignored by an in-process runtime."""
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorRef:
     """Names one actor. Can be pickled and used through the `Caller` of any process of the same run."""
@@ -110,6 +113,7 @@ class ActorRef:
     """Opaque to all but the runtime."""
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadRef:
     """A value that stays where it was made until somebody gets it. Small values travel inside."""
@@ -117,9 +121,9 @@ class PayloadRef:
     num_bytes: int
     """Size as pickled, or 0 when the value travels inside and was never measured."""
     value: object = field(default=None, repr=False)
-    """The value itself when `token` is None."""
+    """The value itself when `token` is None; else whatever the runtime keeps in here."""
     token: object = field(default=None, repr=False)
-    """Opaque to all but the runtime; None when the value travels inside."""
+    """Opaque to all but the runtime; None when `value` is the value."""
 
 
 class Caller(Protocol):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType
 
+from verl_contracts.pickling import cheap_pickle
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -45,6 +47,7 @@ class Message:
     content: str
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class GroupUid:
     """Names one admission. Two prompts of equal text, and two admissions of one row, have different uids."""
@@ -64,6 +67,7 @@ class GroupUid:
         return cls(epoch=epoch, row=row, attempt=attempt)
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One row of a data set, tokenized."""
@@ -81,6 +85,7 @@ class Prompt:
     extra_info: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """What is trained on. Everything has one length, T.
@@ -129,6 +134,7 @@ class Trajectory:
         return (min(seen), max(seen)) if seen else None
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
     """One of a group's n samples: how it ended, what the driver needs to know, and where its tokens are."""
@@ -156,6 +162,7 @@ class SampleResult:
     """Set when `outcome` is failed or timed out."""
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
     """One admitted prompt."""
@@ -171,6 +178,7 @@ class GroupRequest:
     """Whether this is validation, which is never trained on."""
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
     """What became of a `GroupRequest`: n results, in order of index, whatever happened.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NewType
 
+from verl_contracts.pickling import cheap_pickle
+
 __all__ = [
     "RAW",
     "SAMPLED",
@@ -25,6 +27,7 @@ RAW = LogprobKind("raw")
 """The policy's own distribution: temperature 1, nothing truncated."""
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample. Shared between calls and never changed."""
@@ -51,6 +54,7 @@ class SamplingParams:
             raise ValueError(f"top_k must be at least 1 or None, got {self.top_k}")
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleKey:
     """Names one turn of one sample, so that its random numbers can be derived instead of drawn in order of arrival."""
@@ -61,6 +65,7 @@ class SampleKey:
     turn: int
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sequence to generate."""
@@ -77,6 +82,7 @@ class GenerationRequest:
     """Oldest weight version that may answer."""
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
     """Tokens ``start <= i < end`` were sampled with weights `version`, over a cache computed with `kv_version`.
@@ -94,6 +100,7 @@ class VersionSpan:
         return VersionSpan(version=self.version, kv_version=self.kv_version, start=self.start + by, end=self.end + by)
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """A sequence that ended by itself. `token_ids`, `logprobs` and `spans` cover the same positions."""
@@ -111,6 +118,7 @@ class Completion:
     """Id of the replica that answered last."""
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortedCompletion:
     """A sequence that was cut. A type of its own: what was cut cannot be trained on by accident."""

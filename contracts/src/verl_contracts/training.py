@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NewType, Protocol, TypeAlias
 
+from verl_contracts.pickling import cheap_pickle
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -152,6 +154,7 @@ class ExperienceStore(Protocol):
         ...
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRow:
     """One scored sample, as the driver knows it."""
@@ -166,6 +169,7 @@ class TrainRow:
     num_trained: int
 
 
+@cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """What one step trains on. Raises ValueError for fewer rows than expected, unless `allow_fewer`."""

@@ -279,11 +279,13 @@ class Transaction:
         self.set_version(member.replica, self.version)
 
     async def _resume(self, limit: Deadline) -> None:
+        """Resume, and close what was prepared at the same time: calls of one tick travel together."""
+
         async def resume(member: Member, own: Deadline) -> None:
-            await member.replica.resume(deadline=own)
+            await asyncio.gather(member.replica.resume(deadline=own), self._close_receiver(member))
             member.paused = False
 
-        await self._each(resume, limit)
+        await asyncio.gather(self._each(resume, limit), self._close_sender())
 
     async def _each(self, act: Callable[[Member, Deadline], Awaitable[None]], limit: Deadline) -> None:
         """Do `act` with all healthy members at once; those for whom it fails are out."""
@@ -304,16 +306,24 @@ class Transaction:
                 await self._abort(member, reason)
             if member.paused:
                 await self._tidy(lambda deadline: member.replica.resume(deadline=deadline), member.name)
-            if member.prepared:
-                await self._tidy(lambda deadline: member.replica.receiver_host.close(deadline=deadline), member.name)
+            await self._close_receiver(member)
 
         async def restore_sender() -> None:
             if self._sending and not self._sent:
                 await self._abort_sender(reason)
-            if self._sender_prepared:
-                await self._tidy(lambda deadline: self.sender.close(deadline=deadline), "sender")
+            await self._close_sender()
 
         await asyncio.gather(restore_sender(), *(restore(member) for member in self.members))
+
+    async def _close_receiver(self, member: Member) -> None:
+        if member.prepared:
+            member.prepared = False
+            await self._tidy(lambda deadline: member.replica.receiver_host.close(deadline=deadline), member.name)
+
+    async def _close_sender(self) -> None:
+        if self._sender_prepared:
+            self._sender_prepared = False
+            await self._tidy(lambda deadline: self.sender.close(deadline=deadline), "sender")
 
     async def _abort(self, member: Member, reason: str) -> None:
         host = member.replica.receiver_host

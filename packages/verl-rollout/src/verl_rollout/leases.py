@@ -25,6 +25,9 @@ __all__ = ["LeaseDesk"]
 
 _log = logging.getLogger(__name__)
 
+_GATHER_S = 0.005
+"""Seconds for which leases are gathered before they are given back, unless somebody here waits for one."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Asked:
@@ -99,6 +102,8 @@ class LeaseDesk:
     async def _return_all(self) -> None:
         try:
             while self._returned:
+                if not self._asked:
+                    await self._clock.sleep(_GATHER_S)
                 returned, self._returned = self._returned, {}
                 for outcome, leases in returned.items():
                     await self._balancer.release(leases, outcome)

@@ -189,9 +189,8 @@ class ReplicaManager:
 
     async def admit(self, replica_ids: Sequence[str], /) -> None:
         """Let these replicas serve."""
-        for replica_id in replica_ids:
-            capacity = int(self._find(replica_id).proxy.capacity * self._config.queue_factor)
-            await self._balancer.add(replica_id, capacity=capacity)
+        capacities = {name: int(self._find(name).proxy.capacity * self._config.queue_factor) for name in replica_ids}
+        await asyncio.gather(*(self._balancer.add(name, capacity=capacity) for name, capacity in capacities.items()))
 
     async def exclude(self, replica_ids: Sequence[str], /) -> None:
         """Let these replicas serve no more. What they run they finish; what they can run no longer is cut."""

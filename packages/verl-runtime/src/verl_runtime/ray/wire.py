@@ -10,7 +10,6 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections import ChainMap
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -131,7 +130,7 @@ def pack(value: object, *, outside: bool = False) -> Packed:
         buffers.clear()
         file = io.BytesIO()
         pickler = make(file, protocol=5, buffer_callback=buffers.append if outside else None)
-        pickler.dispatch_table = cast("Reducers", ChainMap({ObjectRef: keep}, cast("Reducers", reducers)))
+        pickler.dispatch_table = cast("Reducers", {**cast("Reducers", reducers), ObjectRef: keep})
         pickler.dump(value)
         return file.getvalue()
 
