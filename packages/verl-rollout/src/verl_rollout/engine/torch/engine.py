@@ -11,7 +11,6 @@ asked for. What is asked in one tick of the loop arrives together, so that a bur
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
@@ -23,6 +22,7 @@ from verl_contracts.clock import Deadline
 from verl_contracts.errors import DataError, StateError, VerlError, WaitTimeout
 from verl_contracts.rollout import ASLEEP, DEAD, INVALID, PAUSED, SERVING, ReplicaState, ReplicaStatus
 from verl_contracts.waits import bounded
+from verl_rollout.engine.torch.answers import Answers
 from verl_rollout.engine.torch.decoder import Decoder, Job, Result
 from verl_rollout.engine.torch.model import Shape, allocate, build_model, release
 from verl_rollout.engine.torch.requests import check_request
@@ -62,9 +62,7 @@ class TorchEngine:
         self._clock = clock
         self._decoder = Decoder(model, shape, settings, replica_id=replica_id)
         # Loop side.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._tickets = itertools.count()
-        self._futures: dict[int, asyncio.Future[object]] = {}
+        self._answers = Answers()
         self._request_ids: set[str] = set()
         self._unsent: list[Callable[[], None]] = []
         # Shared, under `_changed`.
@@ -92,7 +90,7 @@ class TorchEngine:
     async def generate(self, request: GenerationRequest, /, *, deadline: Deadline) -> Completion | AbortedCompletion:
         """Generate one sequence; see `Engine.generate`."""
         self._check(request)
-        job = Job(request=request, ticket=next(self._tickets))
+        job = Job(request=request, ticket=self._answers.ticket())
         self._request_ids.add(request.request_id)
         answer = self._post(job.ticket, lambda: self._submit(job))
         try:
@@ -104,7 +102,7 @@ class TorchEngine:
                 clock=self._clock,
             )
         except (WaitTimeout, asyncio.CancelledError):
-            self._futures.pop(job.ticket, None)
+            self._answers.forget(job.ticket)
             if self._error is None and not self._closing:
                 self._send(lambda: self._drop(job))
             raise
@@ -125,7 +123,7 @@ class TorchEngine:
     async def pause(self, mode: PauseMode, /, *, deadline: Deadline) -> None:
         """Return once nothing is decoded."""
         self._raise_if_dead()
-        ticket = next(self._tickets)
+        ticket = self._answers.ticket()
         answer = self._post(ticket, lambda: self._pause(mode, ticket))
         await bounded(answer, subject=f"pause ({mode})", holder=self._replica_id, deadline=deadline, clock=self._clock)
 
@@ -179,7 +177,7 @@ class TorchEngine:
         """Stop the thread; requests in flight fail with `StateError`."""
         if self._thread.is_alive() and not self._closing and self._error is None:
             await self._ask(self._close, "close")
-        self._fail_all(StateError(f"replica {self._replica_id} was closed"))
+        self._answers.fail_all(StateError(f"replica {self._replica_id} was closed"))
 
     def _check(self, request: GenerationRequest) -> None:
         """Refuse what can never be served, or not now."""
@@ -193,13 +191,7 @@ class TorchEngine:
 
     def _post(self, ticket: int, command: Callable[[], None]) -> asyncio.Future[object]:
         """Return a future for what the compute thread will say to `ticket`."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if self._futures:
-                raise StateError("an engine belongs to one event loop; close it before another one uses it")
-            self._loop = loop
-        future: asyncio.Future[object] = loop.create_future()
-        self._futures[ticket] = future
+        future = self._answers.expect(ticket)
         self._send(command)
         return future
 
@@ -215,12 +207,12 @@ class TorchEngine:
             self._unsent.clear()
             self._changed.notify()
         if self._error is not None:
-            self._fail_all(self._error)
+            self._answers.fail_all(self._error)
 
     async def _ask(self, command: Callable[[], None], name: str) -> None:
         """Run `command` on the compute thread; raise what it raises."""
         self._raise_if_dead()
-        ticket = next(self._tickets)
+        ticket = self._answers.ticket()
 
         def run() -> None:
             try:
@@ -237,19 +229,6 @@ class TorchEngine:
             deadline=Deadline.after(self._clock, _CONTROL_LIMIT_S),
             clock=self._clock,
         )
-
-    def _deliver(self, answers: list[tuple[int, object]]) -> None:
-        for ticket, value in answers:
-            future = self._futures.pop(ticket, None)
-            if future is None or future.done():
-                continue
-            if isinstance(value, Exception):
-                future.set_exception(value)
-            else:
-                future.set_result(value)
-
-    def _fail_all(self, error: Exception) -> None:
-        self._deliver([(ticket, error) for ticket in list(self._futures)])
 
     def _raise_if_dead(self) -> None:
         if self._error is not None:
@@ -312,17 +291,16 @@ class TorchEngine:
 
     def _flush(self) -> None:
         """Hand all answers to the loop at once."""
-        if self._outbox and self._loop is not None:
+        if self._outbox:
             answers, self._outbox = self._outbox, []
-            self._loop.call_soon_threadsafe(self._deliver, answers)
+            self._answers.deliver_soon(answers)
 
     def _die(self, exc: Exception) -> None:
         _log.error("replica %s died: %s: %s", self._replica_id, type(exc).__name__, exc)
         with self._changed:
             self._error = exc
         self._flush()
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._fail_all, exc)
+        self._answers.fail_all_soon(exc)
 
     def _give(self, results: list[Result]) -> None:
         self._outbox.extend((result.job.ticket, result.value) for result in results)
