@@ -245,9 +245,11 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
-    """The README's first command."""
-    command = str(Path(full(session)).with_name("verl-train"))
-    session.run(command, "run", "quickstart", "--out", "runs/quickstart", *session.posargs)
+    """The README's first command: a policy learns its task, and the exported folder can do it."""
+    python = full(session)
+    command = str(Path(python).with_name("verl-train"))
+    session.run(command, "run", "quickstart", "--out", "runs/quickstart", "--overwrite", *session.posargs)
+    session.run(python, "tools/check_quickstart.py", "runs/quickstart")
 
 
 @nox.session(default=False)
