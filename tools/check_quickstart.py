@@ -54,9 +54,8 @@ def main(arguments: list[str]) -> int:
     for line in wrong:
         print(line, file=sys.stderr)
     if not wrong:
-        print(
-            f"ok: held-out {summary['val_last']:.3f}, staleness ≤ {summary['max_staleness_seen']}, {summary['wall_s']} s"
-        )
+        staleness, seconds = summary["max_staleness_seen"], summary["wall_s"]
+        print(f"ok: held-out {summary['val_last']:.3f}, staleness ≤ {staleness}, {seconds:.0f} s")
     return 1 if wrong else 0
 
 
