@@ -38,6 +38,11 @@ def until(condition: Callable[[], bool], limit_s: float) -> bool:
     return condition()
 
 
+def heed_interrupts() -> None:
+    """A test run that was started in the background ignores SIGINT, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
     mark = tmp_path.name + str(os.getpid())
@@ -60,6 +65,7 @@ def test_nothing_is_left_behind(
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
     events = out / "events.jsonl"
     assert until(lambda: events.exists() and '"step.end"' in events.read_text(), 90.0), log

@@ -25,6 +25,11 @@ _DRIVER = Path(__file__).with_name("driver_for_tests.py")
 _MARK = "VERL_TEST_RUN"
 
 
+def _heed_interrupts() -> None:
+    """A test run that was started in the background ignores SIGINT, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Driver:
     """A driver in a process of its own, whose every descendant can be recognized."""
 
@@ -36,6 +41,7 @@ class Driver:
             text=True,
             env={**os.environ, _MARK: self.mark},
             start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         assert self.process.stdout is not None
         self.up = json.loads(self.process.stdout.readline())
