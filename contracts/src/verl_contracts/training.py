@@ -279,7 +279,11 @@ class AdvantageEstimator(Protocol):
     """Turns scores into advantages. Called as ``Class(**options)``; pure."""
 
     def estimate(self, inputs: AdvantageInputs, /) -> torch.Tensor:
-        """Return [B, T] float32, 0 where the mask is 0."""
+        """Return [B, T] float32, finite, and 0 where the mask is 0.
+
+        An estimator that compares within groups returns exactly 0 for a group of equal scores, so that its rows need
+        not be computed.
+        """
         ...
 
 

@@ -29,6 +29,8 @@ class World:
     sample_s: Callable[[random.Random], float]
     step_s: Callable[[random.Random], float]
     sync_s: float = 0.1
+    updates: int = 1
+    """Optimizer steps that each training step says it made."""
     served: int | None = None
     """None before the first sync."""
     bad_group: Callable[[GroupRequest], bool] = field(default=lambda request: False)
@@ -242,7 +244,7 @@ class FakeWorkers:
         return StepResult(
             version=context.step,
             rows=len(batch.rows),
-            updates=1,
+            updates=self.world.updates,
             metrics=(Metric(name="rollout/logprob_diff", value=0.0),),
             seconds={},
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from cli_cases import STANDINS
 
-from verl_trainers.cli import main
+from verl_trainers.cli import Interrupts, main
 from verl_trainers.recipes import toy
 
 if TYPE_CHECKING:
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _process_is_left_as_it_was() -> Iterator[None]:
-    handler, root = signal.getsignal(signal.SIGTERM), logging.getLogger()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before, root = [signal.getsignal(number) for number in numbers], logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
     for added in set(root.handlers) - set(handlers):
         added.close()
     root.handlers[:] = handlers
@@ -150,3 +152,19 @@ def test_a_previous_run_is_kept_unless_told_otherwise(capsys: pytest.CaptureFixt
     assert (out / "metrics.jsonl").exists()
     assert main([*command, "--overwrite"]) == 1
     assert not (out / "metrics.jsonl").exists()
+
+
+def test_interrupts_are_remembered_when_an_import_swallows_them() -> None:
+    interrupts = Interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.hand_over()
+
+
+def test_a_reward_file_that_ends_the_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("import sys\nsys.exit(0)\n")
+    code = main(["check", "quickstart", *STANDINS, "reward.name=null", f"reward.custom_reward_function.path={file}"])
+    assert code == 2
+    assert "SystemExit: 0" in capsys.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,40 @@ def test_progress_is_one_line_on_a_terminal() -> None:
     line.close()
     line.close()
     assert stream.getvalue().count("\n") == 1
+
+
+def test_a_folder_in_which_a_run_is_going_on_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code = (
+        "import sys, pathlib; from verl_trainers.run_folder import RunFolder; "
+        "RunFolder.create(pathlib.Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ConfigError, match="a run is going on in it"):
+            RunFolder.create(out, overwrite=True)
+        other.kill()
+    RunFolder.create(out, overwrite=True)
+
+
+def test_a_refused_start_leaves_no_folder(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    folder.write_config("data: {}\n")
+    folder.discard()
+    assert not (tmp_path / "run").exists()
+
+
+class Broken(io.StringIO):
+    def write(self, text: str, /) -> int:
+        raise BrokenPipeError("nobody reads")
+
+
+@pytest.mark.parametrize("stream", [Broken(), None], ids=["broken", "none"])
+def test_progress_that_nobody_reads_stops_nothing(stream: io.StringIO | None) -> None:
+    line = ProgressLine(total_steps=2, stream=stream)
+    line.log(1, {"reward": 0.5})
+    line.log(2, {"reward": 0.6, "val/score": 0.7})
+    line.close()

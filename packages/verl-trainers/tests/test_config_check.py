@@ -225,4 +225,8 @@ def test_prepare_must_name_a_function() -> None:
 
 
 def test_relations_hold_for_a_config_built_in_python() -> None:
-    assert [m.key for m in check_relations(RunConfig())] == ["data.train_files", "actor_rollout_ref.model.path"]
+    assert [m.key for m in check_relations(RunConfig())] == [
+        "data.train_files",
+        "actor_rollout_ref.model.path",
+        "reward.name",
+    ]

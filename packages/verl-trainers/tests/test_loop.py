@@ -50,6 +50,7 @@ class Bench:
         unusable: str = "refill",
         max_unusable_ratio: float = 0.5,
         wait_s: float = 1e6,
+        sync_limit_s: float = 1e6,
         sleep: bool = False,
         failures: AsyncIterator[FailureRecord] | None = None,
         validate: int = 0,
@@ -99,7 +100,7 @@ class Bench:
             schedule=Schedule(max_staleness=k, sync_every=sync_every, sleep_while_training=sleep),
             total_steps=steps,
             batch_groups=batch,
-            limits=LoopLimits(wait_s=wait_s, step_s=1e6, sync_s=1e6),
+            limits=LoopLimits(wait_s=wait_s, step_s=1e6, sync_s=sync_limit_s),
             test_freq=test_freq,
         )
 
@@ -330,5 +331,26 @@ def test_validation_is_labelled_with_its_version_and_trains_nothing() -> None:
         bench.check_accounts(report, k=1, batch=2, steps=6)
         assert [row.version for row in report.validations] == [0, 2, 4, 6]
         assert all(row.scored == row.samples == 3 for row in report.validations)
+
+    run_virtual(main())
+
+
+def test_a_manager_that_ignores_its_deadline_is_named_at_the_limit() -> None:
+    async def main() -> None:
+        bench = Bench(k=1, batch=2, steps=5, sync_limit_s=30.0)
+        bench.world.sync_s = 1e5
+        with pytest.raises(WaitTimeout, match="the sync of version 0, held by FakeCheckpoint"):
+            await bench.loop.run()
+        assert bench.clock.now() < 40.0
+
+    run_virtual(main())
+
+
+def test_a_run_in_which_every_update_was_skipped_fails() -> None:
+    async def main() -> None:
+        bench = Bench(k=0, batch=2, steps=3)
+        bench.world.updates = 0
+        with pytest.raises(RunFailed, match="made 0 updates in 3 steps"):
+            await bench.loop.run()
 
     run_virtual(main())

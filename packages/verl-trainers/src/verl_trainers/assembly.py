@@ -131,7 +131,11 @@ async def run_parts(inputs: RunInputs) -> LoopReport:
             schedule=plan.schedule,
             total_steps=inputs.total_steps,
             batch_groups=config.data.train_batch_size,
-            limits=LoopLimits(wait_s=config.trainer.wait_limit_s, step_s=config.trainer.step_limit_s),
+            limits=LoopLimits(
+                wait_s=config.trainer.wait_limit_s,
+                step_s=config.trainer.step_limit_s,
+                sync_s=config.trainer.sync_limit_s,
+            ),
             test_freq=config.trainer.test_freq,
             val_before_train=config.trainer.val_before_train,
         )

@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_trainers import __version__
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -31,9 +33,42 @@ MAX_LINES = 30
 RECIPES = Path(__file__).parent / "recipes"
 
 
+class Interrupts:
+    """Remembers that the user asked to stop.
+
+    A `KeyboardInterrupt` that is raised inside an import or a destructor can be swallowed there, or come out as another
+    error; so starting looks here as well.
+    """
+
+    def __init__(self) -> None:
+        """Listen for SIGTERM, and for SIGINT unless it is ignored, as it is in a shell's background jobs."""
+        self.asked = False
+        self._heeds = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        signal.signal(signal.SIGTERM, self._stop)
+        if self._heeds:
+            signal.signal(signal.SIGINT, self._stop)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.asked = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if the user asked to stop."""
+        if self.asked:
+            raise KeyboardInterrupt
+
+    def hand_over(self) -> None:
+        """Leave interrupts to the event loop that is about to run, which cancels its main task."""
+        self.check()
+        if self._heeds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     options = _parse(arguments)
+    sys.path.append(str(Path.cwd()))  # so that a class path may name a module of the current folder
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # inherited by every process of the run
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if options.command == "recipes":
@@ -47,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = Path(options.out or f"runs/{source.stem}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if options.command == "check":
         return _refusing(lambda: _check(source, options.overrides, out))
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    return _refusing(lambda: _run(source, options.overrides, out, overwrite=options.overwrite))
+    interrupts = Interrupts()
+    return _refusing(lambda: _run(source, options.overrides, out, overwrite=options.overwrite, interrupts=interrupts))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -65,6 +100,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl-train", description="RL post-training of language models.")
+    parser.add_argument("--version", action="version", version=f"verl-train {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (("run", "train"), ("check", "check everything that can be checked, and start nothing")):
         command = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
@@ -117,6 +153,8 @@ def _refusing(action: Callable[[], int]) -> int:
         print(f"error: {exc}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # everything is stopped; asking again must not break the exit
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
@@ -144,7 +182,7 @@ def _class_path(value: object) -> str:
     return f"{value.__module__}:{value.__qualname__}" if isinstance(value, type) else "none"
 
 
-def _run(source: Path, overrides: Sequence[str], out: Path, *, overwrite: bool) -> int:
+def _run(source: Path, overrides: Sequence[str], out: Path, *, overwrite: bool, interrupts: Interrupts) -> int:
     from verl_trainers.config.load import resolve_config
     from verl_trainers.run_folder import RunFolder
 
@@ -152,22 +190,26 @@ def _run(source: Path, overrides: Sequence[str], out: Path, *, overwrite: bool) 
     folder = RunFolder.create(out, overwrite=overwrite)
     _log_to(folder.path / "run.log")
     try:
-        summary = _train(resolved, folder)
+        summary = _train(resolved, folder, interrupts)
     except Exception as exc:
-        folder.write_error("".join(traceback.format_exception(exc)))
+        interrupts.check()
         if _is_refusal(exc):
+            folder.discard()
             raise
+        folder.write_error("".join(traceback.format_exception(exc)))
         print("\n".join([*_failure_lines(exc), f"whole traceback: {out / 'error.txt'}"]), file=sys.stderr)
         return FAILED
-    print(_summary_line(summary))
-    print(f"run folder: {out}")
+    try:
+        print(f"{_summary_line(summary)}\nrun folder: {out}", flush=True)
+    except OSError:  # nobody reads any more; the run folder has it all
+        sys.stdout = None
     return 0
 
 
-def _train(resolved: ResolvedConfig, folder: RunFolder) -> Mapping[str, JsonValue]:
+def _train(resolved: ResolvedConfig, folder: RunFolder, interrupts: Interrupts) -> Mapping[str, JsonValue]:
     from verl_trainers.run import run_training
 
-    return run_training(resolved, folder)
+    return run_training(resolved, folder, before_start=interrupts.hand_over)
 
 
 def _is_refusal(exc: Exception) -> bool:

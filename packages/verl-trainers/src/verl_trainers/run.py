@@ -31,7 +31,7 @@ from verl_trainers.summary import summarize
 from verl_trainers.tracking import ProgressLine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from verl_contracts.events import JsonValue
     from verl_contracts.samples import Prompt
@@ -70,8 +70,10 @@ def open_data(config: RunConfig) -> RunData:
     return RunData(train=train, validation=validation, steps=steps, stop_token_ids=tokenizer.stop_token_ids)
 
 
-def run_training(resolved: ResolvedConfig, folder: RunFolder) -> Mapping[str, JsonValue]:
-    """Prepare, train, and fill `folder`; return the summary.
+def run_training(
+    resolved: ResolvedConfig, folder: RunFolder, *, before_start: Callable[[], None] | None = None
+) -> Mapping[str, JsonValue]:
+    """Prepare, train, and fill `folder`; return the summary. `before_start` is called when all is ready to start.
 
     Raises `ConfigError` and `DataError` before anything is started, and the first failing part's error afterwards.
     """
@@ -95,6 +97,8 @@ def run_training(resolved: ResolvedConfig, folder: RunFolder) -> Mapping[str, Js
             build_plugin(tracker, {}, key="trainer.logger", arguments={"run_dir": str(folder.path)})
             for tracker in resolved.plugins.trackers
         ]
+        if before_start is not None:
+            before_start()
         report = asyncio.run(
             run_parts(
                 RunInputs(
@@ -115,7 +119,10 @@ def run_training(resolved: ResolvedConfig, folder: RunFolder) -> Mapping[str, Js
         )
     finally:
         for tracker in trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception:  # the others and the events must be closed too, and the run's own error must be shown
+                _log.exception("closing %s failed", type(tracker).__qualname__)
         events.close()
     summary = summarize(
         report, mode=config.trainer.mode, runtime=config.runtime, wall_s=round(time.monotonic() - began, 3)

@@ -5,6 +5,8 @@ A folder is recognized as a run's by a marker file. Only what a run writes is ev
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -37,9 +39,25 @@ _CONTENTS = (
     "model",
     "prepared",
     "logs",
-    _MARKER,
 )
 _FLUSH_S = 1.0
+
+
+_LOCKS: dict[Path, int] = {}
+"""Run folder → descriptor of its marker, which this process keeps locked for as long as it lives."""
+
+
+def _lock(path: Path) -> None:
+    """Claim a run folder for this process. Raises `ConfigError` while another one holds it."""
+    if path in _LOCKS:
+        return
+    marker = os.open(path / _MARKER, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(marker)
+        raise ConfigError(f"--out {path}: a run is going on in it; choose another folder") from None
+    _LOCKS[path] = marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +73,35 @@ class RunFolder:
         Raises `ConfigError` when a previous run is there and `overwrite` is not set, and in any case when the folder
         holds something else.
         """
+        try:
+            return cls._create(path, overwrite=overwrite)
+        except OSError as exc:
+            raise ConfigError(f"--out {path}: cannot be made: {exc.strerror or exc}") from exc
+
+    @classmethod
+    def _create(cls, path: Path, *, overwrite: bool) -> RunFolder:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"--out {path}: is a file; choose another folder")
         if path.is_dir() and any(path.iterdir()):
             if not (path / _MARKER).exists():
                 raise ConfigError(f"--out {path}: holds files that no run wrote; choose another folder")
+            _lock(path)
             if not overwrite:
                 raise ConfigError(f"--out {path}: holds a previous run; add --overwrite, or choose another folder")
             for name in reversed(_CONTENTS):
                 _remove(path / name)
         path.mkdir(parents=True, exist_ok=True)
-        (path / _MARKER).touch()
+        _lock(path)
         folder = cls(path)
         folder.logs.mkdir()
         return folder
+
+    def discard(self) -> None:
+        """Take back everything that `create` and a refused start wrote, so that the name can be used again."""
+        for name in (*_CONTENTS, _MARKER):
+            _remove(self.path / name)
+        with contextlib.suppress(OSError):  # somebody put something else there meanwhile
+            self.path.rmdir()
 
     @property
     def metrics(self) -> Path:

@@ -22,6 +22,7 @@ def summarize(report: LoopReport, *, mode: str, runtime: str, wall_s: float) -> 
         "mode": mode,
         "runtime": runtime,
         "steps": report.steps,
+        "updates": report.updates,
         "groups_trained": report.groups_trained,
         "groups_dropped": report.groups_dropped,
         "rejects": [{"uid": str(row.uid), "reason": row.reason} for row in report.rejects[-20:]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from verl_contracts.tracking import Tracker
 
 __all__ = ["JsonlTracker", "ProgressLine"]
+
+_log = logging.getLogger(__name__)
 
 
 class JsonlTracker:
@@ -36,10 +39,11 @@ class JsonlTracker:
 class ProgressLine:
     """Shows where the run is: one line that changes on a terminal, about twenty plain lines elsewhere."""
 
-    def __init__(self, *, total_steps: int, stream: TextIO) -> None:
+    def __init__(self, *, total_steps: int, stream: TextIO | None) -> None:
+        """Write to `stream`; None, or one that breaks, shows nothing."""
         self._total = total_steps
         self._stream = stream
-        self._terminal = stream.isatty()
+        self._terminal = stream is not None and stream.isatty()
         self._every = max(1, total_steps // 20)
         self._began = time.monotonic()
         self._width = 0
@@ -56,8 +60,7 @@ class ProgressLine:
             f"  {metrics.get('samples_per_s', 0.0):.0f} samples/s  {time.monotonic() - self._began:.1f} s"
         )
         if self._terminal:
-            self._stream.write("\r" + text.ljust(self._width))
-            self._stream.flush()
+            self._write("\r" + text.ljust(self._width))
             self._width = len(text)
         elif step % self._every == 0 or step in (1, self._total):
             self._line(text)
@@ -68,12 +71,20 @@ class ProgressLine:
             self._line("")
 
     def _line(self, text: str) -> None:
-        if self._width:
-            self._stream.write("\n" if not text else "\r" + " " * self._width + "\r")
-            self._width = 0
-        if text:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+        blank = ("\n" if not text else "\r" + " " * self._width + "\r") if self._width else ""
+        self._width = 0
+        self._write(blank + (text + "\n" if text else ""))
+
+    def _write(self, text: str) -> None:
+        """Write, and go silent when nobody reads any more: a closed pipe must not end a run."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError) as exc:
+            _log.warning("progress is not shown any more: %s", exc)
+            self._stream = None
 
 
 if TYPE_CHECKING:

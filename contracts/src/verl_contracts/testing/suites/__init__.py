@@ -3,7 +3,7 @@
     class TestMyBalancer(LoadBalancerSuite):
         def balancer(self, clock): return MyBalancer(clock)
 
-Every module is imported by itself (`from verl_contracts.testing.suites.rollout import LoadBalancerSuite`), so that a
+Every module is imported by itself (`from verl_contracts.testing.suites.balancer import LoadBalancerSuite`), so that a
 suite's own needs (torch, hypothesis) are those of its users only.
 """
 

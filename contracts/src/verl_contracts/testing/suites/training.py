@@ -97,7 +97,8 @@ class AdvantageEstimatorSuite(ContractSuite, abc.ABC, suite=True):
         inputs = AdvantageInputs(
             scores=torch.full((size,), score), groups=torch.zeros(size, dtype=torch.int64), mask=torch.ones(size, 3)
         )
-        assert torch.equal(self.estimator().estimate(inputs), torch.zeros(size, 3))
+        advantages = self.estimator().estimate(inputs)
+        assert torch.equal(advantages, torch.zeros(size, 3)), f"equal scores must give exactly 0, got {advantages}"
 
 
 class PolicyLossSuite(ContractSuite, abc.ABC, suite=True):

@@ -14,10 +14,11 @@ import socket
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from verl_contracts.errors import ActorFailed, StateError, WaitTimeout
+from verl_contracts.errors import ActorFailed, ConfigError, StateError, WaitTimeout
 from verl_contracts.failures import FailureRecord
 from verl_contracts.runtime import ActorRef, DeviceGrant
 from verl_contracts.waits import bounded
@@ -61,6 +62,10 @@ class RayConfig:
     """Shared memory of the Ray that is started, in MiB."""
     namespace: str | None = None
     """Beginning of the Ray namespace of the actors, which is completed to one that no other run has."""
+
+    def __post_init__(self) -> None:
+        if find_spec("ray") is None:
+            raise ConfigError("the Ray runtime needs Ray: pip install 'verl-runtime[ray]', or choose runtime=local")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from verl_contracts.training import Placement
     from verl_trainers.config.schema import RunConfig
 
-__all__ = ["check_files", "check_relations", "check_resources"]
+__all__ = ["check_files", "check_relations", "check_replicas", "check_resources"]
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -72,6 +72,7 @@ ABOVE_ZERO = (
     "reward.limit_s",
     "trainer.step_limit_s",
     "trainer.start_limit_s",
+    "trainer.sync_limit_s",
     "trainer.wait_limit_s",
 )
 AT_MOST_ONE = (
@@ -225,6 +226,12 @@ def _optimizer(config: RunConfig) -> Iterator[Mistake]:
 
 def _reward(config: RunConfig) -> Iterator[Mistake]:
     custom = config.reward.custom_reward_function
+    if config.reward.name is None and custom.path is None:
+        yield Mistake(
+            key="reward.name",
+            text="is not set, and neither is reward.custom_reward_function.path: samples without a score cannot be "
+            "trained on",
+        )
     if config.reward.name is not None and custom.path is not None:
         yield Mistake(
             key="reward.name",
@@ -272,10 +279,16 @@ def check_files(config: RunConfig, *, prepared: Path | None = None) -> list[Mist
 
 def check_resources(config: RunConfig, placement: Placement) -> list[Mistake]:
     """Return what does not fit this machine. Says nothing when the runtime brings resources of its own."""
-    if config.trainer.device == "cuda" or set(config.runtime_options) & {"address", "num_cpus"}:
+    if set(config.runtime_options) & {"address", "num_cpus"}:
         return []  # the runtime knows better, and refuses with what is free per node
-    if config.trainer.device == "auto":
+    if config.trainer.device == "cuda":
         import torch  # here, because importing it takes a second
+
+        if torch.cuda.is_available():
+            return []
+        return [Mistake(key="trainer.device", text="is cuda, and this machine has no GPU that torch can use")]
+    if config.trainer.device == "auto":
+        import torch
 
         if torch.cuda.is_available():
             return []
@@ -288,5 +301,21 @@ def check_resources(config: RunConfig, placement: Placement) -> list[Mistake]:
             text=f"{placement.trainer_devices} to train + {placement.standalone_devices} for replicas = {wanted} "
             f"devices, and this machine has {cpus} CPUs; on CPU a device is a core",
             uses=(f"{_ROLLOUT}.n_gpus_per_node",),
+        )
+    ]
+
+
+def check_replicas(config: RunConfig, placement: Placement) -> list[Mistake]:
+    """Return what cannot hold for the number of replicas that follows from the placement."""
+    rollout = config.actor_rollout_ref.rollout
+    devices = placement.standalone_devices + (placement.trainer_devices if placement.hybrid else 0)
+    replicas, wanted = devices // max(1, rollout.tensor_model_parallel_size), rollout.checkpoint_engine.min_healthy
+    if wanted <= replicas:
+        return []
+    return [
+        Mistake(
+            key=f"{_ROLLOUT}.checkpoint_engine.min_healthy",
+            text=f"is {wanted}, and there are {replicas} replicas: no sync could ever succeed",
+            uses=(f"{_ROLLOUT}.n_gpus_per_node", "trainer.n_gpus_per_node"),
         )
     ]

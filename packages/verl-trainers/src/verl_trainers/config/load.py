@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from verl_contracts.errors import ConfigError
 from verl_contracts.training import ScheduleRequest
 from verl_trainers.config.build import build_run_config
-from verl_trainers.config.check import check_files, check_relations, check_resources
+from verl_trainers.config.check import check_files, check_relations, check_replicas, check_resources
 from verl_trainers.config.mistakes import Mistake, config_error
 from verl_trainers.config.plugins import load_plugins
 from verl_trainers.config.prepare import load_prepare
@@ -91,7 +91,7 @@ def _check(config: RunConfig, run_dir: str) -> tuple[ResolvedConfig | None, list
         plan = _plan(config, plugins)
     except ConfigError as exc:
         return None, [*mistakes, *(Mistake(key="", text=line) for line in str(exc).splitlines())]
-    mistakes += check_resources(config, plan.placement)
+    mistakes += [*check_resources(config, plan.placement), *check_replicas(config, plan.placement)]
     return ResolvedConfig(config=config, plugins=plugins, plan=plan), mistakes
 
 

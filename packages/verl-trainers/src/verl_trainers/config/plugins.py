@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 from verl_contracts.errors import ConfigError
 from verl_contracts.plugins import build_config, build_plugin, families, load_plugin
 from verl_trainers.config.mistakes import Mistake
+from verl_trainers.workers.algorithm import build_estimator, build_policy_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from verl_contracts.agents import AgentLoop, AgentLoopManager
     from verl_contracts.plugins import Family
@@ -87,6 +88,10 @@ def load_plugins(config: RunConfig) -> tuple[RunPlugins | None, list[Mistake]]:
     loop = loader.load(families.AGENT_LOOP, agent.default_agent_loop, f"{_ROLLOUT}.agent.default_agent_loop")
     estimator = loader.load(families.ADVANTAGE_ESTIMATOR, config.algorithm.adv_estimator, "algorithm.adv_estimator")
     policy_loss = loader.load(families.POLICY_LOSS, loss.loss_mode, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    if estimator is not None:
+        loader.build(lambda: build_estimator(config.algorithm), "algorithm.adv_estimator")
+    if policy_loss is not None:
+        loader.build(lambda: build_policy_loss(config.actor_rollout_ref.actor), "actor_rollout_ref.actor.policy_loss")
     trackers = [loader.load(families.TRACKER, name, "trainer.logger") for name in config.trainer.logger]
     reward = loader.reward(config)
 
@@ -131,7 +136,9 @@ class _Loader:
             return load_plugin(family, name, key=key, role="driver")
         except ConfigError as exc:
             self._note(exc, key)
-            return None
+        except SystemExit as exc:
+            self._note(ConfigError(f"{name}: importing it ended the process (SystemExit: {exc.code})"), key)
+        return None
 
     def options(self, cls: object, options: Mapping[str, object], key: str) -> None:
         """Check the options of a class that has a `Config`."""
@@ -141,6 +148,13 @@ class _Loader:
                 build_config(config_class, options, key=key)
             except ConfigError as exc:
                 self._note(exc, key)
+
+    def build(self, make: Callable[[], object], key: str) -> None:
+        """Build a plug-in once, as its process will, so that wrong options are found now."""
+        try:
+            make()
+        except (Exception, SystemExit) as exc:  # a class of the user's: whatever it raises is a mistake of this key
+            self._note(exc if isinstance(exc, ConfigError) else ConfigError(f"{type(exc).__name__}: {exc}"), key)
 
     def reward(self, config: RunConfig) -> type[RewardFunction] | None:
         """Load the reward function and build it once, as its process will."""
@@ -152,10 +166,7 @@ class _Loader:
         cls = self.load(families.REWARD_FUNCTION, named[0], key)
         if cls is None:
             return None
-        try:
-            build_plugin(cls, named[1], key=key if custom else "reward.options")
-        except Exception as exc:  # a function of the user's: whatever it raises is shown as a mistake of this key
-            self._note(exc if isinstance(exc, ConfigError) else ConfigError(f"{type(exc).__name__}: {exc}"), key)
+        self.build(lambda: build_plugin(cls, named[1], key=key if custom else "reward.options"), key)
         return cls
 
     def _note(self, exc: ConfigError, key: str) -> None:

@@ -295,6 +295,8 @@ class TrainerConfig:
     """Longest that one step may take."""
     start_limit_s: float = 300.0
     """Longest that starting may take."""
+    sync_limit_s: float = 600.0
+    """Longest that one weight sync may take."""
     wait_limit_s: float = 1800.0
     """Longest that the trainer may wait for a batch."""
 

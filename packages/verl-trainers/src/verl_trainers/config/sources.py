@@ -64,7 +64,7 @@ def read_sources(source: Path | None, overrides: Sequence[str] = (), *, run_dir:
     for text in overrides:
         try:
             merged = _as_dict(OmegaConf.merge(merged, OmegaConf.from_dotlist([text])))
-        except (OmegaConfBaseException, yaml.YAMLError, ValueError) as exc:
+        except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError) as exc:
             raise config_error([Mistake(key="", place=f"override {text!r}", text=_first_line(exc))]) from exc
         places[text.partition("=")[0].strip()] = f"override {text!r}"
     OmegaConf.update(merged, RUN_DIR, run_dir)
@@ -74,8 +74,8 @@ def read_sources(source: Path | None, overrides: Sequence[str] = (), *, run_dir:
 def _read_file(path: Path, places: dict[str, str]) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as exc:
-        raise config_error([Mistake(key="", place=str(path), text=f"cannot be read: {exc.strerror}")]) from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        raise config_error([Mistake(key="", place=str(path), text=f"cannot be read: {_first_line(exc)}")]) from exc
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         _collect_places(root, "", path.name, places)
@@ -83,7 +83,7 @@ def _read_file(path: Path, places: dict[str, str]) -> DictConfig:
     except yaml.MarkedYAMLError as exc:
         line = f":{exc.problem_mark.line + 1}" if exc.problem_mark is not None else ""
         raise config_error([Mistake(key="", place=f"{path}{line}", text=f"not YAML: {exc.problem}")]) from exc
-    except (yaml.YAMLError, OmegaConfBaseException) as exc:
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as exc:
         raise config_error([Mistake(key="", place=str(path), text=_first_line(exc))]) from exc
     if not isinstance(loaded, DictConfig) or (root is not None and not isinstance(root, yaml.MappingNode)):
         raise config_error([Mistake(key="", place=str(path), text="must hold sections (key: value lines)")])

@@ -10,16 +10,18 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import RunFailed
 from verl_contracts.training import StepContext, TrainBatch, TrainRow
+from verl_contracts.waits import bounded
+from verl_contracts.weights import SyncReport
 from verl_trainers.core.metrics import GroupMetrics, StepClock
 from verl_trainers.core.producer import GroupProducer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from verl_contracts.agents import AgentLoopManager
     from verl_contracts.clock import Clock
@@ -42,7 +44,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LoopLimits", "LoopParts", "LoopReport", "TrainingLoop"]
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""How long after its deadline a part may answer; its own error, which knows more, should come first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +60,7 @@ class LoopLimits:
     step_s: float = 1800.0
     """For a step on the policy workers."""
     sync_s: float = 600.0
-    """For a weight sync."""
+    """For a weight sync, or for sleeping and waking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +100,8 @@ class LoopReport:
     logprob_diffs: list[float] = field(default_factory=list)
     """Mean |rollout log-prob - trainer log-prob| of each step that measured it."""
     rows_trained: int = 0
+    updates: int = 0
+    """Optimizer steps made; fewer than steps when gradients were not finite."""
     train_seconds: float = 0.0
     """From the first wait for a batch to the end of the last step."""
     rejects: list[Reject] = field(default_factory=list)
@@ -154,8 +162,11 @@ class TrainingLoop:
             if self._served != self.report.final_version:
                 await self._sync(self.report.final_version)
             await self._validate()
-            if self.report.steps == 0:
-                raise RunFailed("the run made 0 updates")
+            if self.report.updates == 0:
+                raise RunFailed(
+                    f"the run made 0 updates in {self.report.steps} steps: each was skipped, because its loss or "
+                    "gradient was not finite; look at the metrics actor/loss, actor/grad_norm and at the advantages"
+                )
         finally:
             watcher.cancel()
             await self._producer.close()
@@ -179,24 +190,39 @@ class TrainingLoop:
         if parts.on_batch is not None:
             parts.on_batch(step, groups)
         if self._schedule.sleep_while_training:
-            await parts.checkpoint.sleep(deadline=Deadline.after(parts.clock, self._limits.sync_s))
+            await self._within(
+                parts.checkpoint.sleep, "putting replicas to sleep", parts.checkpoint, self._limits.sync_s
+            )
             clock.lap("sleep")
         parts.events.emit("step.begin", {"step": step, "uids": [str(group.uid) for group in groups]})
-        result = await parts.workers.update(
-            self._batch(groups),
-            StepContext(step=step, total_steps=self._total_steps),
-            deadline=Deadline.after(parts.clock, self._limits.step_s),
+        batch, context = self._batch(groups), StepContext(step=step, total_steps=self._total_steps)
+        result = await self._within(
+            lambda deadline: parts.workers.update(batch, context, deadline=deadline),
+            f"step {step}",
+            parts.workers,
+            self._limits.step_s,
         )
         clock.lap("update")
         self._count(step, numbers, result)
         parts.events.emit("step.end", {"step": step, "rows": result.rows, "updates": result.updates})
         if self._schedule.sleep_while_training:
-            await parts.checkpoint.wake(deadline=Deadline.after(parts.clock, self._limits.sync_s))
+            await self._within(parts.checkpoint.wake, "waking replicas", parts.checkpoint, self._limits.sync_s)
             clock.lap("wake")
         if step % self._schedule.sync_every == 0:
             await self._sync(step)
             clock.lap("sync")
         self._track(step, numbers, result, clock)
+
+    async def _within(self, call: Callable[..., Awaitable[T]], subject: str, part: object, limit_s: float) -> T:
+        """Call a part with a deadline, and end the wait a moment later should the part not heed it."""
+        clock = self._parts.clock
+        return await bounded(
+            call(deadline=Deadline.after(clock, limit_s)),
+            subject=subject,
+            holder=type(part).__qualname__,
+            deadline=Deadline.after(clock, limit_s + GRACE_S),
+            clock=clock,
+        )
 
     def _batch(self, groups: Sequence[GroupResult]) -> TrainBatch:
         rows = tuple(
@@ -227,6 +253,7 @@ class TrainingLoop:
         report.final_version = step
         report.groups_trained += numbers.groups
         report.rows_trained += result.rows
+        report.updates += result.updates
         report.rewards.append(numbers.score)
         report.logprob_diffs += [m.value for m in result.metrics if m.name == "rollout/logprob_diff"]
 
@@ -246,9 +273,17 @@ class TrainingLoop:
     async def _sync(self, version: int) -> None:
         """Bring the replicas to `version`, let those that hold it serve, and admit groups against it."""
         parts = self._parts
-        report = await parts.checkpoint.update_weights(
-            version, deadline=Deadline.after(parts.clock, self._limits.sync_s)
+        report = await self._within(
+            lambda deadline: parts.checkpoint.update_weights(version, deadline=deadline),
+            f"the sync of version {version}",
+            parts.checkpoint,
+            self._limits.sync_s,
         )
+        if not isinstance(report, SyncReport):
+            raise RunFailed(
+                f"{type(parts.checkpoint).__qualname__}.update_weights returned {type(report).__name__}, and the "
+                "contract wants a SyncReport"
+            )
         failed = [row.replica for row in report.replicas if not row.committed]
         if failed:
             await parts.servers.exclude(failed)

@@ -169,7 +169,13 @@ class GroupProducer:
         )
         deadline = Deadline.after(self._clock, self._rules.group_limit_s)
         try:
-            result = await self._agents.run_group(request, deadline=deadline)
+            result = await bounded(
+                self._agents.run_group(request, deadline=deadline),
+                subject=f"group {uid}",
+                holder=type(self._agents).__qualname__,
+                deadline=deadline,
+                clock=self._clock,
+            )
         except (ActorFailed, WaitTimeout) as exc:
             reason = f"infrastructure: {str(exc).splitlines()[0]}"
             self._drop(uid, reason)

@@ -59,7 +59,10 @@ class PromptTokenizer:
             )
         rows = [{"role": message.role, "content": message.content} for message in messages]
         apply: Callable[..., object] = self._tokenizer.apply_chat_template
-        return str(apply(rows, tokenize=False, add_generation_prompt=True, **options))
+        try:
+            return str(apply(rows, tokenize=False, add_generation_prompt=True, **options))
+        except Exception as exc:  # a template is a program of the model's author, and raises what it likes
+            raise DataError(f"the chat template in {self._path} refuses a chat: {type(exc).__name__}: {exc}") from exc
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the ids of each text, with no special tokens added: a template has written its own."""

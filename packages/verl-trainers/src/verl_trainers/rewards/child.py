@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _PARENT_CHECK_S = 0.5
+_MAX_REASON = 300
+"""Most characters kept of what a function says."""
 
 
 def main() -> int:
@@ -70,11 +72,11 @@ def _judge(function: RewardFunction, job: Job) -> RewardResult:
             outcome=result.outcome,
             score=None if result.score is None else float(result.score),
             metrics={str(name): float(value) for name, value in result.metrics.items()},
-            reason=str(result.reason),
+            reason=str(result.reason)[:_MAX_REASON],
         )
     except BaseException as exc:
         where = traceback.extract_tb(exc.__traceback__)[-1]
-        reason = f"{type(exc).__name__}: {exc} ({Path(where.filename).name}:{where.lineno})"
+        reason = f"{type(exc).__name__}: {str(exc)[:_MAX_REASON]} ({Path(where.filename).name}:{where.lineno})"
         return RewardResult(outcome=FAILED, reason=reason)
 
 

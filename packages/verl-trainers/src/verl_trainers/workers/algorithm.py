@@ -10,7 +10,7 @@ import inspect
 from typing import TYPE_CHECKING, TypeVar
 
 from verl_contracts.errors import ConfigError
-from verl_contracts.plugins import families, load_plugin
+from verl_contracts.plugins import build_plugin, families, load_plugin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,8 +57,8 @@ def _construct(
         if keyword in parameters or takes_all:
             arguments[keyword] = value
         elif value != default:
-            raise ConfigError(f"{path} = {value!r} has no effect: {cls.__qualname__} takes no {keyword!r}; unset it")
-    unknown = [name for name in options if name not in parameters and not takes_all]
-    if unknown:
-        raise ConfigError(f"{key}: {cls.__qualname__} takes no {unknown}; it takes {sorted(parameters)}")
-    return cls(**arguments)
+            raise ConfigError(
+                f"{path} = {value!r} has no effect: {cls.__qualname__} takes no {keyword!r}; set it to its "
+                f"default, {default!r}"
+            )
+    return build_plugin(cls, arguments, key=key)

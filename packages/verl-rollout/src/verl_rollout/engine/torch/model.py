@@ -63,11 +63,15 @@ def build_model(settings: RolloutSettings) -> tuple[PreTrainedModel, Shape]:
         raise ConfigError(f"the embedded engine serves attention layers only, not {sorted(layer_types)}; take vllm")
     AttentionInterface.register(ATTENTION, attend)
     with torch.device("meta"):
+        # Always float32: any other type would be made the default of the whole process while the model is built, and
+        # another thread that builds one meanwhile would get it too.
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=getattr(torch, settings.dtype), attn_implementation=ATTENTION
+            config, dtype=torch.float32, attn_implementation=ATTENTION
         )
     if not isinstance(model, PreTrainedModel) or not model._supports_attention_backend:
         raise ConfigError(f"{type(model).__name__} does not take an attention of ours; take vllm for this model")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, settings.dtype))
     model.to_empty(device="cpu")
     model.tie_weights()
     for module in model.modules():
