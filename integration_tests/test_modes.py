@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from driving import answer, train
+from safetensors.torch import load_file
 
 STEPS = 6
 SUMMARY_KEYS = {
@@ -51,3 +53,15 @@ def test_a_run_leaves_everything_behind_that_it_promises(mode: str, bound: int, 
     assert samples
     assert all(row["spans"] for row in samples)
     assert len(answer(run.folder / "model", "3 3 3 3 =")) == 5
+
+
+def test_replica_and_trainer_in_one_process_may_have_different_types(tmp_path: Path) -> None:
+    run = train(
+        tmp_path / "run",
+        "runtime=local",
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+    )
+    assert run.code == 0, run.output
+    weights = load_file(run.folder / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}, "master weights stay float32"

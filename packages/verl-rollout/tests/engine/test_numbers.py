@@ -9,6 +9,8 @@ import pytest
 import torch
 from engine_models import VOCAB, complete, opened, raw_logprobs, request_of, settings_of, soon
 
+from verl_rollout.engine.torch.model import build_model
+
 if TYPE_CHECKING:
     from engine_models import Tiny
 
@@ -101,3 +103,10 @@ async def test_bfloat16_stays_close_when_compared_with_float32(qwen: Tiny) -> No
     wanted = raw_logprobs(qwen.model, [1, 2, 3], answer.token_ids)
     chosen = wanted.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, atol=0.5, rtol=0)
+
+
+def test_a_bfloat16_model_keeps_its_buffers_in_float32(qwen: Tiny) -> None:
+    model, _ = build_model(settings_of(qwen.path, dtype="bfloat16"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()} == {torch.float32}
+    assert torch.get_default_dtype() == torch.float32
