@@ -75,7 +75,7 @@ class Family(Generic[P_co]):
 
 
 RUNTIME: Final = Family(
-    name="runtime", group="verl_contracts.runtimes", protocol=Runtime, key="trainer.runtime", default="ray"
+    name="runtime", group="verl_contracts.runtimes", protocol=Runtime, key="runtime", default="ray"
 )
 LLM_SERVER_MANAGER: Final = Family(
     name="LLM server manager",
@@ -122,7 +122,7 @@ REWARD_FUNCTION: Final = Family(
     name="reward function",
     group="verl_contracts.reward_functions",
     protocol=RewardFunction,
-    key="reward.function",
+    key="reward.name",
     arguments=(),
 )
 ADVANTAGE_ESTIMATOR: Final = Family(
@@ -137,7 +137,7 @@ POLICY_LOSS: Final = Family(
     name="policy loss",
     group="verl_contracts.policy_losses",
     protocol=PolicyLoss,
-    key="actor_rollout_ref.actor.policy_loss",
+    key="actor_rollout_ref.actor.policy_loss.loss_mode",
     default="ppo_clip",
     arguments=(),
 )

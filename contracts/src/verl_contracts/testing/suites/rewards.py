@@ -35,7 +35,7 @@ class RewardFunctionSuite(ContractSuite, abc.ABC, suite=True):
         """Return requests, responses and the scores that are right; at least two different scores."""
 
     def test_class_meets_the_contract(self) -> None:
-        check_plugin(families.REWARD_FUNCTION, type(self.function()), key="reward.function")
+        check_plugin(families.REWARD_FUNCTION, type(self.function()), key="reward.name")
 
     def test_known_answers_get_their_scores(self) -> None:
         function, cases = self.function(), self.cases()
