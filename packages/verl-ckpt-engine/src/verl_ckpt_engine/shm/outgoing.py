@@ -123,6 +123,7 @@ class OutgoingStream:
     def write(self, meta: TensorMeta, tensor: torch.Tensor) -> None:
         """Append one tensor to the stream."""
         self._tensor = meta.name
+        self._check([])  # here too: with quick readers no wait below would ever look
         self._check_against_manifest(meta, tensor)
         num_bytes = tensor.numel() * tensor.element_size()
         hasher = payload_hasher()
@@ -159,6 +160,7 @@ class OutgoingStream:
                 f"the source ended after {self.tensors} of {len(expected.tensors)} tensors, "
                 f"{self.num_bytes} of {expected.num_bytes} bytes"
             )
+        self._check([])
         self._flush()
         self._tensor = None
         self._wait_for_cursor(self._segment.head - FRAMES + 1)
