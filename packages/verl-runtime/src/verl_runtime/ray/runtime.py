@@ -64,7 +64,8 @@ class RayConfig:
     """Beginning of the Ray namespace of the actors, which is completed to one that no other run has."""
 
     def __post_init__(self) -> None:
-        if find_spec("ray") is None:
+        found = find_spec("ray")
+        if found is None or found.origin is None:  # no origin: a mere folder of that name, as Ray leaves one in /tmp
             raise ConfigError("the Ray runtime needs Ray: pip install 'verl-runtime[ray]', or choose runtime=local")
 
 
