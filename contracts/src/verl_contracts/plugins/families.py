@@ -74,9 +74,7 @@ class Family(Generic[P_co]):
     """Further classes that are checked with it."""
 
 
-RUNTIME: Final = Family(
-    name="runtime", group="verl_contracts.runtimes", protocol=Runtime, key="runtime", default="ray"
-)
+RUNTIME: Final = Family(name="runtime", group="verl_contracts.runtimes", protocol=Runtime, key="runtime", default="ray")
 LLM_SERVER_MANAGER: Final = Family(
     name="LLM server manager",
     group="verl_contracts.llm_server_managers",
