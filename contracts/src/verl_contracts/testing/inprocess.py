@@ -7,7 +7,6 @@ that fits into `num_cpus`, and keeps no logs.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import itertools
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from verl_contracts.errors import ActorFailed, ResourcesError, StateError
 from verl_contracts.failures import FailureRecord
+from verl_contracts.plugins.config import build_config
+from verl_contracts.plugins.finding import find_class
 from verl_contracts.runtime import ActorContext, ActorRef, DeviceGrant, PayloadRef
 from verl_contracts.waits import bounded
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from verl_contracts.clock import Clock, Deadline
     from verl_contracts.events import EventSink
-    from verl_contracts.runtime import ActorSpec, ObjectSpec, PlacementRequest, Runtime, RuntimeSettings
+    from verl_contracts.runtime import ActorSpec, PlacementRequest, Runtime, RuntimeSettings
 
 __all__ = ["InProcessConfig", "InProcessRuntime"]
 
@@ -50,7 +51,7 @@ class InProcessRuntime:
 
     def __init__(self, settings: RuntimeSettings, *, clock: Clock, events: EventSink) -> None:
         self._settings = settings
-        self._config = InProcessConfig(**settings.options)  # type: ignore[arg-type]
+        self._config = build_config(InProcessConfig, settings.options, key="runtime.options")
         self._clock = clock
         self._events = events
         self._actors: dict[str, _Actor] = {}
@@ -103,7 +104,9 @@ class InProcessRuntime:
             run_id=self.run_id, role=spec.role, rank=spec.rank, caller=self, clock=self._clock, failures=self
         )
         try:
-            target = build_object(spec.target, context)
+            target = find_class(spec.target.path, key="target", role=spec.role)(
+                context=context, **spec.target.arguments
+            )
         except Exception as exc:
             raise ActorFailed(FailureRecord.from_exception(exc, role=spec.role, rank=spec.rank)) from exc
         name = f"{self.run_id}/{spec.role}/{spec.rank}#{next(self._ids)}"
@@ -198,18 +201,6 @@ class InProcessRuntime:
         held.dead = record
         for task in tuple(held.calls):
             task.cancel()
-
-
-def build_object(spec: ObjectSpec, context: ActorContext) -> object:
-    """Import the class of `spec` and call it with `context` and its arguments."""
-    module, _, path = spec.path.partition(":")
-    target: object = importlib.import_module(module)
-    for part in path.split("."):
-        target = getattr(target, part)
-    if not callable(target):
-        raise TypeError(f"{spec.path} is not callable")
-    built: object = target(context=context, **spec.arguments)
-    return built
 
 
 if TYPE_CHECKING:

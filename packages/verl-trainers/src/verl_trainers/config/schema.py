@@ -208,7 +208,7 @@ class RolloutConfig:
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
     request_limit_s: float = 600.0
     free_cache_engine: bool | None = None
-    """Whether replicas that share the trainer's devices sleep while it trains; null means on GPUs only."""
+    """Whether replicas that share the trainer's devices sleep while it trains; null means no."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

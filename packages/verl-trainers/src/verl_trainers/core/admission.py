@@ -61,19 +61,9 @@ class BoundedAdmission:
         return self._step
 
     @property
-    def acknowledged(self) -> int:
-        """The version that every serving replica holds at least."""
-        return self._acknowledged
-
-    @property
     def outstanding(self) -> int:
         """Groups admitted and neither trained nor dropped."""
         return len(self._groups)
-
-    @property
-    def ready(self) -> int:
-        """Groups finished and not trained."""
-        return sum(group.ready for group in self._groups.values())
 
     def room(self) -> int:
         """Return how many more groups may be admitted now."""

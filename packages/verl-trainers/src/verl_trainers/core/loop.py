@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -266,7 +265,7 @@ class TrainingLoop:
         metrics["groups_in_play"] = float(self._producer.in_play)
         metrics["groups_ready"] = float(len(self._parts.store))
         metrics["groups_dropped"] = float(self._producer.counts["dropped"])
-        metrics["time"] = time.time()
+        metrics["time"] = self._parts.clock.wall()
         for tracker in self._parts.trackers:
             tracker.log(step, metrics)
 
