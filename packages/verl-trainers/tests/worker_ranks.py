@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import torch
@@ -79,3 +80,6 @@ def run_rank(rank: int, world_size: int, rendezvous: str, path: str, out: str) -
     torch.save(list(logs), Path(out) / f"log_probs-{rank}.pt")
     engine.save(str(Path(out) / "saved"))
     torch.distributed.destroy_process_group()
+    # Threads of gloo outlive the group while FSDP's mesh holds it, and one that needs the interpreter while that goes
+    # away aborts the process.
+    os._exit(0)

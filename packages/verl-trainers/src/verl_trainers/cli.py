@@ -8,14 +8,16 @@ one line per mistake; 130 interrupted. Nothing heavy is imported before the argu
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from verl_trainers import __version__
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from verl_trainers.config.load import ResolvedConfig
     from verl_trainers.run_folder import RunFolder
 
-__all__ = ["main"]
+__all__ = ["command", "main"]
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 MAX_LINES = 30
@@ -63,6 +65,35 @@ class Interrupts:
         if self._heeds:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
+class _Exit:
+    """Ends the process without taking the interpreter apart.
+
+    A thread of torch that comes to its end meanwhile, and needs the interpreter for that, would abort the process: a
+    run that finished would exit with 134.
+    """
+
+    def __init__(self) -> None:
+        self.code = FAILED
+        atexit.register(self._leave)  # the first to be registered is the last to be called
+
+    def _leave(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+                stream.flush()
+        os._exit(self.code)
+
+
+def command() -> NoReturn:
+    """Be the whole process: run the command, then leave with its exit code."""
+    leaving = _Exit()
+    try:
+        leaving.code = main()
+    except SystemExit as exc:  # the parser's
+        leaving.code = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else FAILED
+        raise
+    raise SystemExit(leaving.code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -252,4 +283,4 @@ def _log_to(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    command()
