@@ -7,6 +7,8 @@ import logging
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.errors import WaitTimeout
@@ -146,26 +148,104 @@ def test_cancellation_passes_through_and_unlists() -> None:
 
 
 def test_waits_are_listed_oldest_first() -> None:
-    waits = Waits()
-    with (
-        waits.listed("new", "b", since=2.0, limit_s=5.0),
-        waits.listed("old", lambda: "a", since=1.0, limit_s=6.0),
-    ):
+    async def case(clock: VirtualClock) -> None:
+        waits = Waits()
+
+        def wait(subject: str, holder: str | Callable[[], str], limit_s: float) -> asyncio.Task[None]:
+            deadline = Deadline.after(clock, limit_s)
+            return asyncio.create_task(
+                bounded(clock.sleep(3.0), subject=subject, holder=holder, deadline=deadline, clock=clock, waits=waits)
+            )
+
+        old = wait("old", lambda: "a", 6.0)
+        await clock.sleep(1.0)
+        new = wait("new", "b", 5.0)
+        await clock.sleep(1.0)
         assert waits.current() == (
-            Wait(subject="old", holder="a", since=1.0, limit_s=6.0),
-            Wait(subject="new", holder="b", since=2.0, limit_s=5.0),
+            Wait(subject="old", holder="a", since=0.0, limit_s=6.0),
+            Wait(subject="new", holder="b", since=1.0, limit_s=5.0),
         )
-    assert waits.current() == ()
+        await asyncio.gather(old, new)
+        assert waits.current() == ()
+
+    virtually(case)
+
+
+@given(waits=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20), st.integers(1, 20)), max_size=12))
+def test_each_of_many_waits_ends_at_its_own_limit(waits: list[tuple[int, int, int]]) -> None:
+    """(begin, length, limit) each; equal length and limit are left out, for either may come first."""
+
+    async def case(clock: VirtualClock) -> None:
+        async def one(begin: int, length: int, limit_s: int) -> None:
+            await clock.sleep(begin)
+            deadline = Deadline.after(clock, limit_s)
+            try:
+                await bounded(clock.sleep(length), subject="s", holder="h", deadline=deadline, clock=clock)
+            except WaitTimeout:
+                assert limit_s < length
+            else:
+                assert length < limit_s
+            assert clock.now() == pytest.approx(begin + min(length, limit_s))
+
+        await asyncio.gather(*(one(*row) for row in waits if row[1] != row[2]))
+
+    virtually(case)
+
+
+def test_an_outer_limit_and_a_cancellation_are_told_apart() -> None:
+    async def case(clock: VirtualClock) -> None:
+        async def inner() -> None:
+            await bounded(
+                clock.sleep(9.0), subject="inner", holder="h", deadline=Deadline.after(clock, 5.0), clock=clock
+            )
+
+        with pytest.raises(WaitTimeout, match="outer"):
+            await bounded(inner(), subject="outer", holder="h", deadline=Deadline.after(clock, 5.0), clock=clock)
+        task = asyncio.create_task(inner())
+        clock_loop = asyncio.get_running_loop()
+        clock_loop.call_at(clock.now() + 5.0, task.cancel)  # in the very tick in which the limit is reached
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+
+    virtually(case)
+
+
+def test_an_awaitable_that_heeds_no_cancelling_keeps_its_result() -> None:
+    async def case(clock: VirtualClock) -> None:
+        async def stubborn() -> int:
+            try:
+                await clock.sleep(9.0)
+            except asyncio.CancelledError:
+                return 7
+            return 8
+
+        got = await bounded(stubborn(), subject="s", holder="h", deadline=Deadline.after(clock, 1.0), clock=clock)
+        task = asyncio.current_task()
+        assert got == 7
+        assert task is not None
+        assert task.cancelling() == 0
+
+    virtually(case)
 
 
 def test_watchdog_names_old_waits_only(caplog: pytest.LogCaptureFixture) -> None:
     async def case(clock: VirtualClock) -> None:
         waits = Waits()
         watchdog = asyncio.create_task(watch_waits(clock=clock, older_than_s=10.0, every_s=5.0, waits=waits))
-        with waits.listed("weights", "replica 2", since=clock.now(), limit_s=60.0):
-            await clock.sleep(9.0)
-            assert caplog.messages == []
-            await clock.sleep(2.0)
+        wait = asyncio.create_task(
+            bounded(
+                clock.sleep(11.0),
+                subject="weights",
+                holder="replica 2",
+                deadline=Deadline.after(clock, 60.0),
+                clock=clock,
+                waits=waits,
+            )
+        )
+        await clock.sleep(9.0)
+        assert caplog.messages == []
+        await wait
         await clock.sleep(30.0)
         watchdog.cancel()
         await asyncio.gather(watchdog, return_exceptions=True)

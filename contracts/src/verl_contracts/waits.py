@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakKeyDictionary
 
 from verl_contracts.clock import SystemClock
 from verl_contracts.errors import WaitTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable
 
     from verl_contracts.clock import Clock, Deadline
 
@@ -42,36 +42,93 @@ class Wait:
     """Seconds after which it becomes an error."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Open:
+    """A wait while it lasts. `bounded` makes hundreds of them in a step, so each is one object and no timer."""
+
+    subject: str
+    holder: str | Callable[[], str]
+    since: float
+    limit_s: float
+    at: float
+    """When it runs out, on the loop's clock."""
+    task: asyncio.Task[object]
+    expired: bool = False
+
+
+class _Alarm:
+    """Ends the waits of one event loop at their limits, with one timer for all of them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+        self.rows: dict[int, _Open] = {}
+
+    def add(self, key: int, row: _Open) -> None:
+        """Watch `row` until it is taken out of `rows`."""
+        self.rows[key] = row
+        if self._timer is None or row.at < self._timer.when():
+            self._set(row.at)
+
+    def _set(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at, self._ring)
+
+    def _ring(self) -> None:
+        """End what is due; the timer may be older than the waits, for it stays when the wait that set it is over."""
+        self._timer = None
+        now = self._loop.time() + _RESOLUTION_S
+        following: float | None = None
+        for row in self.rows.values():
+            if row.expired:
+                continue
+            if row.at <= now:
+                row.expired = True
+                row.task.cancel()
+            elif following is None or row.at < following:
+                following = row.at
+        if following is not None:
+            self._set(following)
+
+
 class Waits:
-    """The waits of one process. Used from one event loop; reading from other threads is safe."""
+    """The waits of one process. Reading from other threads is safe."""
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[str, str | Callable[[], str], float, float]] = {}
+        self._alarms: WeakKeyDictionary[asyncio.AbstractEventLoop, _Alarm] = WeakKeyDictionary()
         self._ids = itertools.count()
-
-    @contextmanager
-    def listed(self, subject: str, holder: str | Callable[[], str], *, since: float, limit_s: float) -> Iterator[None]:
-        """List a wait for the duration of the block."""
-        key = next(self._ids)
-        self._open[key] = (subject, holder, since, limit_s)
-        try:
-            yield
-        finally:
-            del self._open[key]
 
     def current(self) -> tuple[Wait, ...]:
         """Return the waits in progress, oldest first."""
-        rows = sorted(self._open.copy().values(), key=lambda row: row[2])
+        rows = [row for alarm in list(self._alarms.values()) for row in alarm.rows.copy().values()]
         return tuple(
-            Wait(subject=subject, holder=holder if isinstance(holder, str) else holder(), since=since, limit_s=limit_s)
-            for subject, holder, since, limit_s in rows
+            Wait(
+                subject=row.subject,
+                holder=row.holder if isinstance(row.holder, str) else row.holder(),
+                since=row.since,
+                limit_s=row.limit_s,
+            )
+            for row in sorted(rows, key=lambda row: row.since)
         )
+
+    def _alarm(self, loop: asyncio.AbstractEventLoop) -> _Alarm:
+        """Return what ends the waits of `loop`."""
+        alarm = self._alarms.get(loop)
+        if alarm is None:
+            alarm = self._alarms[loop] = _Alarm(loop)
+        return alarm
+
+    def _next_key(self) -> int:
+        """Return a key that no other wait has."""
+        return next(self._ids)
 
 
 WAITS = Waits()
 """The registry of this process, used when none is passed."""
 
 _SYSTEM = SystemClock()
+_RESOLUTION_S = 1e-9
 
 
 async def bounded(
@@ -89,16 +146,33 @@ async def bounded(
     still missing. Raises `WaitTimeout` at the deadline, after cancelling `awaitable`. Errors of `awaitable` pass
     through unchanged, a `TimeoutError` of its own included.
     """
-    remaining = deadline.remaining(clock)
-    limit = asyncio.timeout(remaining)
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task(loop)
+    if task is None:
+        raise RuntimeError("bounded() must be awaited inside a task")
+    begun, now = task.cancelling(), clock.now()
+    row = _Open(
+        subject=subject,
+        holder=holder,
+        since=now,
+        limit_s=deadline.limit_s,
+        at=loop.time() + max(0.0, deadline.at - now),
+        task=task,
+    )
+    alarm, key = waits._alarm(loop), waits._next_key()
+    alarm.add(key, row)
     try:
-        with waits.listed(subject, holder, since=clock.now(), limit_s=deadline.limit_s):
-            async with limit:
-                return await awaitable
-    except TimeoutError as exc:
-        if not limit.expired():
-            raise
-        raise WaitTimeout(subject, holder if isinstance(holder, str) else holder(), deadline.limit_s) from exc
+        return await awaitable
+    except asyncio.CancelledError as exc:
+        if row.expired:
+            row.expired = False
+            if task.uncancel() <= begun:  # nobody else asked for it
+                raise WaitTimeout(subject, holder if isinstance(holder, str) else holder(), deadline.limit_s) from exc
+        raise
+    finally:
+        del alarm.rows[key]
+        if row.expired:  # the awaitable ended in another way than by our cancelling
+            task.uncancel()
 
 
 async def watch_waits(*, clock: Clock, older_than_s: float = 10.0, every_s: float = 5.0, waits: Waits = WAITS) -> None:
