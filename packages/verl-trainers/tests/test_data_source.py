@@ -126,7 +126,7 @@ def test_stop_ids_are_those_of_tokenizer_and_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such folder"):
         PromptTokenizer(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no tokenizer in"):
+    with pytest.raises(DataError, match="no usable tokenizer in"):
         PromptTokenizer(str(tmp_path / "empty"))
 
 

@@ -128,6 +128,22 @@ def test_a_function_that_is_not_there_is_named_with_those_that_are(tmp_path: Pat
         VerlFunction(path=str(tmp_path / "nowhere.py"))
 
 
+@pytest.mark.parametrize("parameters", ["solution_str, ground_truth", "a, b, c, d", "*texts"])
+def test_a_function_that_cannot_be_called_as_it_will_be_is_refused(tmp_path: Path, parameters: str) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(f"def compute_score({parameters}):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=r"custom_reward_function\.name: .*write def compute_score\(data_source"):
+        VerlFunction(path=str(file))
+
+
+def test_options_that_a_function_does_not_take_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    file.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    VerlFunction(path=str(file))
+    with pytest.raises(ConfigError, match=r"'bonus'.*see reward\.options"):
+        VerlFunction(path=str(file), bonus=1)
+
+
 def test_a_configuration_says_how_to_build_the_client() -> None:
     spec = reward_spec(load_config(None, [*GOOD, "reward.limit_s=2", "reward.num_processes=3"]))
     assert spec is not None
@@ -139,6 +155,8 @@ def test_a_configuration_says_how_to_build_the_client() -> None:
         "tokenizer_path": "model",
         "limit_s": 2.0,
         "num_processes": 3,
+        "trust_remote_code": False,
+        "start_limit_s": 60.0,
     }
     own = load_config(
         None, [*GOOD, "reward.name=null", "reward.custom_reward_function.path=r.py", "reward.options={k: 1}"]

@@ -25,6 +25,8 @@ from verl_contracts.runtime import ActorContext
 from verl_contracts.samples import FAILED, SCORED, TIMED_OUT
 from verl_contracts.testing.inprocess import InProcessRuntime
 from verl_trainers.rewards.client import ProcessRewardClient
+from verl_trainers.rewards.probe import RewardProbe
+from verl_trainers.rewards.wire import Setup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -61,6 +63,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         child = subprocess.Popen(["sleep", "3600"])
         with open(ground_truth, "w") as file:
             file.write(str(child.pid))
+        time.sleep(3600)
+    if what in ("session", "session_and_hang"):
+        code = "import os; os.fork() and os._exit(0); os.setsid(); os.execlp('sleep', 'sleep', '3600')"
+        os.environ["WHERE"] = ground_truth
+        subprocess.Popen([sys.executable, "-c", code], start_new_session=True).wait()
+        with open(ground_truth, "w") as file:
+            file.write(ground_truth)
+    if what == "session_and_hang":
         time.sleep(3600)
     return {"score": 1.0 if solution_str == ground_truth else 0.0, "length": len(solution_str)}
 """
@@ -219,6 +229,55 @@ async def test_nothing_is_left_when_closed(make_client: Callable[..., ProcessRew
     with pytest.raises(RewardError, match="closed"):
         await running
     await until(lambda: not any(alive(pid) for pid in pids))
+
+
+def sleepers(mark: str) -> list[int]:
+    """Processes that carry the mark of a reward process and are no Python."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes() and "sleep" in (folder / "comm").read_text():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("do", ["session", "session_and_hang"])
+async def test_what_left_its_session_and_its_parent_is_gone_when_closed(
+    make_client: Callable[..., ProcessRewardClient], tmp_path: Path, do: str
+) -> None:
+    client = make_client(limit_s=1.0)
+    result = await client.score(request(do, truth=str(tmp_path / "pid")), deadline=deadline())
+    assert result.outcome == (SCORED if do == "session" else TIMED_OUT), result.reason
+    assert (tmp_path / "pid").exists()
+    pool = client._pool
+    assert pool is not None
+    if do == "session":
+        (child,) = pool._children
+        await until(lambda: len(sleepers(child._mark)) == 1)
+        (pid,) = sleepers(child._mark)
+        await client.close()
+        await until(lambda: not alive(pid))
+    else:
+        await until(lambda: not sleepers(str(tmp_path)))
+        await client.close()
+
+
+async def test_a_function_that_hangs_at_its_import_is_given_up_with_the_key(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(3600)\n")
+    setup = Setup(
+        function="verl_trainers.rewards.verl_function:VerlFunction",
+        options={"path": str(tmp_path / "slow.py")},
+        key="reward.custom_reward_function",
+        limit_s=5.0,
+        start_limit_s=1.0,
+    )
+    began = time.monotonic()
+    reason = RewardProbe(setup).finish()
+    assert reason is not None
+    assert "reward.start_limit_s=1 s" in reason
+    assert time.monotonic() - began < 15
 
 
 async def test_cheap_when_a_step_asks_for_many(make_client: Callable[..., ProcessRewardClient]) -> None:

@@ -70,6 +70,8 @@ ABOVE_ZERO = (
     f"{_ROLLOUT}.agent.sample_limit_s",
     f"{_ROLLOUT}.checkpoint_engine.phase_limit_s",
     "reward.limit_s",
+    "reward.start_limit_s",
+    "trainer.logger_limit_s",
     "trainer.step_limit_s",
     "trainer.start_limit_s",
     "trainer.sync_limit_s",

@@ -5,12 +5,16 @@ One function loads all of them, so that a key is honoured in every mode or in no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from verl_contracts.errors import ConfigError
-from verl_contracts.plugins import build_config, build_plugin, families, load_plugin
-from verl_trainers.config.mistakes import Mistake
+from verl_contracts.plugins import build_config, families, load_plugin
+from verl_trainers.config.mistakes import Mistake, nearest
+from verl_trainers.rewards.probe import RewardProbe
+from verl_trainers.rewards.wire import Setup
+from verl_trainers.tracking.run import build_tracker
 from verl_trainers.workers.algorithm import build_estimator, build_policy_loss
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from verl_contracts.weights import CheckpointEngineManager, WeightBackend
     from verl_trainers.config.schema import RunConfig
 
-__all__ = ["RunPlugins", "load_plugins", "reward_function"]
+__all__ = ["RunPlugins", "load_plugins", "reward_function", "reward_key"]
 
 P = TypeVar("P")
 
@@ -63,9 +67,49 @@ def reward_function(config: RunConfig) -> tuple[str, Mapping[str, object]] | Non
     return None if config.reward.name is None else (config.reward.name, config.reward.options)
 
 
+def reward_key(config: RunConfig) -> str:
+    """Return the key that names the reward function, for messages."""
+    custom = config.reward.custom_reward_function.path is not None
+    return "reward.custom_reward_function" if custom else "reward.name"
+
+
 def load_plugins(config: RunConfig) -> tuple[RunPlugins | None, list[Mistake]]:
     """Load every class that `config` names and check its options. The classes are None when something is wrong."""
+    probe = _probe_reward(config)
     loader = _Loader()
+    try:
+        plugins = _load_all(loader, config)
+    finally:
+        reason = None if probe is None else probe.finish()
+    named, key = reward_function(config), reward_key(config)
+    reward: type[RewardFunction] | None = None
+    if reason is not None:
+        loader.mistakes += [_mistake(line, key) for line in reason.splitlines()]
+    elif named is not None:
+        reward = loader.load(families.REWARD_FUNCTION, named[0], key)
+    if loader.mistakes or plugins is None:
+        return None, loader.mistakes
+    return replace(plugins, reward=reward), []
+
+
+def _probe_reward(config: RunConfig) -> RewardProbe | None:
+    """Begin to load the reward function elsewhere, while the driver loads the other plug-ins."""
+    named = reward_function(config)
+    if named is None or config.reward.start_limit_s <= 0:
+        return None
+    return RewardProbe(
+        Setup(
+            function=named[0],
+            options=named[1],
+            key=reward_key(config),
+            limit_s=config.reward.limit_s,
+            start_limit_s=config.reward.start_limit_s,
+        )
+    )
+
+
+def _load_all(loader: _Loader, config: RunConfig) -> RunPlugins | None:
+    """Load all but the reward function."""
     rollout, agent = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
     engine, loss = rollout.checkpoint_engine, config.actor_rollout_ref.actor.policy_loss
 
@@ -92,12 +136,10 @@ def load_plugins(config: RunConfig) -> tuple[RunPlugins | None, list[Mistake]]:
         loader.build(lambda: build_estimator(config.algorithm), "algorithm.adv_estimator")
     if policy_loss is not None:
         loader.build(lambda: build_policy_loss(config.actor_rollout_ref.actor), "actor_rollout_ref.actor.policy_loss")
-    trackers = [loader.load(families.TRACKER, name, "trainer.logger") for name in config.trainer.logger]
-    reward = loader.reward(config)
+    trackers = loader.trackers(config)
 
     if (
-        loader.mistakes
-        or runtime is None
+        runtime is None
         or mode is None
         or servers is None
         or checkpoint is None
@@ -107,7 +149,7 @@ def load_plugins(config: RunConfig) -> tuple[RunPlugins | None, list[Mistake]]:
         or estimator is None
         or policy_loss is None
     ):
-        return None, loader.mistakes
+        return None
     return RunPlugins(
         runtime=runtime,
         mode=mode,
@@ -116,11 +158,11 @@ def load_plugins(config: RunConfig) -> tuple[RunPlugins | None, list[Mistake]]:
         weight_backend=backend,
         agent_loop_manager=manager,
         agent_loop=loop,
-        reward=reward,
         advantage_estimator=estimator,
         policy_loss=policy_loss,
         trackers=tuple(tracker for tracker in trackers if tracker is not None),
-    ), []
+        reward=None,
+    )
 
 
 class _Loader:
@@ -156,19 +198,28 @@ class _Loader:
         except (Exception, SystemExit) as exc:  # a class of the user's: whatever it raises is a mistake of this key
             self._note(exc if isinstance(exc, ConfigError) else ConfigError(f"{type(exc).__name__}: {exc}"), key)
 
-    def reward(self, config: RunConfig) -> type[RewardFunction] | None:
-        """Load the reward function and build it once, as its process will."""
-        named = reward_function(config)
-        if named is None:
-            return None
-        custom = config.reward.custom_reward_function.path is not None
-        key = "reward.custom_reward_function" if custom else "reward.name"
-        cls = self.load(families.REWARD_FUNCTION, named[0], key)
-        if cls is None:
-            return None
-        self.build(lambda: build_plugin(cls, named[1], key=key if custom else "reward.options"), key)
-        return cls
+    def trackers(self, config: RunConfig) -> list[type[Tracker] | None]:
+        """Load the trackers and build each once, which begins nothing and needs its library."""
+        chosen = config.trainer.logger
+        classes: list[type[Tracker] | None] = []
+        for name in chosen:
+            key = f"trainer.logger_options.{name}"
+            cls = self.load(families.TRACKER, name, "trainer.logger")
+            classes.append(cls)
+            if cls is not None:
+                self.build(partial(build_tracker, cls, config.trainer, name), key)
+        for name in config.trainer.logger_options:
+            if name not in chosen:
+                near = nearest(name, chosen)
+                advice = f"did you mean {near!r}?" if near else f"chosen are: {', '.join(chosen) or 'none'}"
+                text = f"options of a tracker that trainer.logger does not choose; {advice}"
+                self._note(ConfigError(text), f"trainer.logger_options.{name}")
+        return classes
 
     def _note(self, exc: ConfigError, key: str) -> None:
-        text = str(exc)
-        self.mistakes.append(Mistake(key="" if text.startswith(key) else key, text=text))
+        self.mistakes.append(_mistake(str(exc), key))
+
+
+def _mistake(text: str, key: str) -> Mistake:
+    """Return the mistake; the key is not said twice."""
+    return Mistake(key="" if text.startswith(key) else key, text=text)

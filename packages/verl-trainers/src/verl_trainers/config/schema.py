@@ -254,6 +254,8 @@ class RewardConfig:
     """Child processes per agent-loop worker."""
     limit_s: float = 10.0
     """Longest that one reward may run; its process is killed then."""
+    start_limit_s: float = 60.0
+    """Longest that loading the reward function may take in one of its processes."""
     unusable: Literal["refill", "train_rest", "raise"] = "refill"
     """A group with unscored samples: replace it by another prompt, train the rest of it, or stop."""
     max_unusable_ratio: float = 0.5
@@ -291,6 +293,10 @@ class TrainerConfig:
     val_before_train: bool = True
     logger: tuple[str, ...] = ("jsonl",)
     """Names or class paths of trackers."""
+    logger_options: Mapping[str, object] = field(default_factory=dict)
+    """Options of trackers, by the name that stands in `logger`: ``{wandb: {project: mine}}``."""
+    logger_limit_s: float = 30.0
+    """Longest that a tracker may take to start and to close. While training, none is waited for."""
     step_limit_s: float = 1800.0
     """Longest that one step may take."""
     start_limit_s: float = 300.0

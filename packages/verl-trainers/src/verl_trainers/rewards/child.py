@@ -14,10 +14,12 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from verl_contracts.errors import ConfigError
 from verl_contracts.plugins import build_plugin, load_plugin
 from verl_contracts.plugins.families import REWARD_FUNCTION
 from verl_contracts.rewards import RewardResult
 from verl_contracts.samples import FAILED
+from verl_trainers.rewards.family import MARK, end_family
 from verl_trainers.rewards.wire import CHUNK, Done, FrameReader, Job, NotReady, Ready, Setup, pack, write_all
 
 if TYPE_CHECKING:
@@ -43,11 +45,11 @@ def main() -> int:
         function: RewardFunction = build_plugin(
             load_plugin(REWARD_FUNCTION, setup.function, key=setup.key, role="reward process"),
             setup.options,
-            key=setup.key,
+            key="reward.options",
         )
-    except Exception as exc:  # the user's code: the parent reports it
+    except (Exception, SystemExit) as exc:  # the user's code: the parent reports it
         traceback.print_exc()
-        write_all(sink, pack(NotReady(reason=f"{type(exc).__name__}: {exc}")))
+        write_all(sink, pack(NotReady(reason=_reason(exc))))
         return 1
     write_all(sink, pack(Ready()))
     own = os.getpid()
@@ -75,9 +77,18 @@ def _judge(function: RewardFunction, job: Job) -> RewardResult:
             reason=str(result.reason)[:_MAX_REASON],
         )
     except BaseException as exc:
-        where = traceback.extract_tb(exc.__traceback__)[-1]
-        reason = f"{type(exc).__name__}: {str(exc)[:_MAX_REASON]} ({Path(where.filename).name}:{where.lineno})"
-        return RewardResult(outcome=FAILED, reason=reason)
+        return RewardResult(outcome=FAILED, reason=_reason(exc))
+
+
+def _reason(exc: BaseException) -> str:
+    """Say what was raised and where, in one line; errors of the configuration speak for themselves."""
+    if isinstance(exc, ConfigError):
+        return str(exc)
+    if isinstance(exc, SyntaxError):
+        return f"SyntaxError: {exc.msg} ({Path(exc.filename or '?').name}:{exc.lineno})"
+    where = traceback.extract_tb(exc.__traceback__)[-1]
+    text = str(exc)[:_MAX_REASON].replace("\n", " ")
+    return f"{type(exc).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
 
 
 def _take_pipes() -> tuple[int, int]:
@@ -97,9 +108,11 @@ def _frames(source: int) -> Iterator[object]:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process and what it forked once the parent is gone."""
+    """End this process and what descends from it once the parent is gone."""
+    own, mark = os.getpid(), os.environ[MARK]
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)
+    end_family(own, mark)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from verl_contracts.runtime import ObjectSpec
 from verl_contracts.waits import bounded
-from verl_trainers.config.plugins import reward_function
+from verl_trainers.config.plugins import reward_function, reward_key
 from verl_trainers.rewards.decode import load_decoder
 from verl_trainers.rewards.pool import RewardPool
 from verl_trainers.rewards.wire import Setup
@@ -35,12 +35,16 @@ class ProcessRewardClient:
         tokenizer_path: str,
         limit_s: float,
         num_processes: int,
+        trust_remote_code: bool = False,
+        start_limit_s: float = 60.0,
     ) -> None:
         """Start nothing yet. `function` is a name or class path, and `key` the config key that named it."""
         self._clock = context.clock
-        self._setup = Setup(function=function, options=dict(options), key=key, limit_s=limit_s)
+        self._setup = Setup(
+            function=function, options=dict(options), key=key, limit_s=limit_s, start_limit_s=start_limit_s
+        )
         self._num_processes = num_processes
-        self._decode = load_decoder(tokenizer_path)
+        self._decode = load_decoder(tokenizer_path, trust_remote_code=trust_remote_code)
         self._pool: RewardPool | None = None
 
     async def score(self, request: RewardRequest, /, *, deadline: Deadline) -> RewardResult:
@@ -73,10 +77,12 @@ def reward_spec(config: RunConfig) -> ObjectSpec | None:
         arguments={
             "function": function,
             "options": dict(options),
-            "key": "reward.name" if config.reward.name is not None else "reward.custom_reward_function",
+            "key": reward_key(config),
             "tokenizer_path": config.actor_rollout_ref.model.path,
             "limit_s": config.reward.limit_s,
             "num_processes": config.reward.num_processes,
+            "trust_remote_code": config.actor_rollout_ref.model.trust_remote_code,
+            "start_limit_s": config.reward.start_limit_s,
         },
     )
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_trainers.rewards.family import MARK, end_family, new_mark
 from verl_trainers.rewards.wire import CHUNK, Done, FrameReader, NotReady, Ready, pack
 
 if TYPE_CHECKING:
@@ -24,12 +24,24 @@ if TYPE_CHECKING:
     from verl_contracts.rewards import RewardResult
     from verl_trainers.rewards.wire import Job, Setup
 
-__all__ = ["ChildProcess"]
+__all__ = ["ChildProcess", "describe_exit", "start_child"]
 
-START_LIMIT_S = 60.0
-"""Longest that loading the function may take."""
 _REAP_LIMIT_S = 10.0
 _EXIT_LIMIT_S = 0.2
+
+
+def start_child(*, mark: str, stderr: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a process that waits for its `Setup`, in a session of its own and with `mark`; `stderr` as Popen's."""
+    path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "verl_trainers.rewards.child"],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path, MARK: mark},
+    )
 
 
 class ChildProcess:
@@ -51,28 +63,22 @@ class ChildProcess:
         self.ended = False
         self.broken: str | None = None
         """Why the function cannot be loaded; None when it can, or it is not known yet."""
-        self._limit_s = setup.limit_s
+        self._limit_s, self._start_limit_s = setup.limit_s, setup.start_limit_s
         self._on_done = on_done
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._frames = FrameReader()
         self._outgoing = bytearray()
         self._writing = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "verl_trainers.rewards.child"],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
-        )
+        self._mark = new_mark()
+        self._process = start_child(mark=self._mark)
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("a reward process was started without pipes")
         self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._stdout, False)
         self._loop.add_reader(self._stdout, self._read)
-        self._timer = self._loop.call_later(START_LIMIT_S, self._expire, "loading the reward function")
+        self._timer = self._loop.call_later(self._start_limit_s, self._expire)
         self._write(pack(setup))
 
     @property
@@ -97,8 +103,7 @@ class ChildProcess:
         self._loop.remove_reader(self._stdout)
         if self._writing:
             self._loop.remove_writer(self._stdin)
-        with contextlib.suppress(ProcessLookupError):  # gone by itself, with all of its group
-            os.killpg(self._process.pid, signal.SIGKILL)
+        end_family(self._process.pid, self._mark)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -113,15 +118,18 @@ class ChildProcess:
             return
         self._timer.cancel()
         if self.jobs:
-            self._timer = self._loop.call_later(self._limit_s, self._expire, "one reward")
+            self._timer = self._loop.call_later(self._limit_s, self._expire)
 
-    def _expire(self, what: str) -> None:
+    def _expire(self) -> None:
         code = self._process.poll()
         if code is not None:  # what it forked still holds the pipe
-            self.end(f"the reward process ended by itself ({_describe(code)})")
+            self.end(f"the reward process ended by itself ({describe_exit(code)})")
             return
-        limit = self._limit_s if self.ready else START_LIMIT_S
-        self.end(f"{what} took longer than {limit:g} s", expired=True)
+        if self.ready:
+            self.end(f"one reward took longer than reward.limit_s={self._limit_s:g} s", expired=True)
+            return
+        limit = f"reward.start_limit_s={self._start_limit_s:g} s"
+        self.end(f"loading the reward function took longer than {limit}", expired=True)
 
     def _read(self) -> None:
         try:
@@ -131,7 +139,7 @@ class ChildProcess:
         if not data:
             with contextlib.suppress(subprocess.TimeoutExpired):  # the pipe closes a moment before the process is gone
                 self._process.wait(_EXIT_LIMIT_S)
-            self.end(f"the reward process ended by itself ({_describe(self._process.returncode)})")
+            self.end(f"the reward process ended by itself ({describe_exit(self._process.returncode)})")
             return
         for frame in self._frames.feed(data):
             if isinstance(frame, Done):
@@ -164,7 +172,8 @@ class ChildProcess:
             self._loop.remove_writer(self._stdin)
 
 
-def _describe(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
+    """Say how a process ended; None is one that has not."""
     if code is None:
         return "pipe closed"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["VerlFunction"]
 
+_KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
 
 class VerlFunction:
     """Calls a function from a Python file, with keywords as verl does."""
@@ -33,9 +35,11 @@ class VerlFunction:
     def __init__(self, *, path: str, name: str = "compute_score", **reward_kwargs: object) -> None:
         """Load function `name` from the file `path`; `reward_kwargs` are passed on with each call.
 
-        Raises `ConfigError` when there is no such file or function; whatever the file itself raises passes through.
+        Raises `ConfigError` when there is no such file or function, or it does not take what it will be called with;
+        whatever the file itself raises passes through.
         """
         self._function = _load(path, name)
+        _check_signature(self._function, reward_kwargs, f"{name} in {path}")
         self._kwargs = reward_kwargs
 
     def score(self, request: RewardRequest, response: str, /) -> RewardResult:
@@ -70,6 +74,22 @@ def _load(path: str, name: str) -> Callable[..., object]:
             f"reward.custom_reward_function.name: no function {name!r} in {path}; functions there: {defined}"
         )
     return cast("Callable[..., object]", function)
+
+
+def _check_signature(function: Callable[..., object], options: Mapping[str, object], what: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin that does not tell
+        return
+    given = [*_KEYWORDS, *options]
+    try:
+        signature.bind(**dict.fromkeys(given))
+    except TypeError as exc:
+        raise ConfigError(
+            f"reward.custom_reward_function.name: {what} takes {signature}, and is called with the keywords "
+            f"{', '.join(given)}: {exc}; write def {function.__name__ if inspect.isfunction(function) else 'f'}"
+            "(data_source, solution_str, ground_truth, extra_info, **kwargs), and see reward.options"
+        ) from exc
 
 
 def _read(result: object) -> RewardResult:

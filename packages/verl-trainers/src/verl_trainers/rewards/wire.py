@@ -37,6 +37,8 @@ class Setup:
     """Config key that named it, for messages."""
     limit_s: float
     """Longest that one reward may run."""
+    start_limit_s: float = 60.0
+    """Longest that loading the function may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
