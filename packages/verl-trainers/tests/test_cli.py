@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from cli_cases import STANDINS
 
-from verl_trainers.cli import Interrupts, main
+from verl_trainers.cli import main
+from verl_trainers.commands.interrupts import Interrupts
 from verl_trainers.recipes import toy
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import pytest
 from cli_cases import STANDINS
 from transformers import AutoModelForCausalLM
 
-from verl_trainers.cli import RECIPES
 from verl_trainers.config.check import check_relations
 from verl_trainers.config.load import load_config, resolve_config
 from verl_trainers.data.rows import read_rows
 from verl_trainers.recipes import arithmetic, toy
+from verl_trainers.recipes.catalog import RECIPES
 from verl_trainers.rewards.decode import load_decoder
 from verl_trainers.run import open_data
 

@@ -1,0 +1,43 @@
+"""What several commands take, and the exit codes that all of them share.
+
+Imported before the arguments are known, so nothing heavy may be imported here.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from verl_contracts.errors import ConfigError
+from verl_trainers.recipes.catalog import find_recipe, recipe_names
+
+if TYPE_CHECKING:
+    import argparse
+
+    Subparsers: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+    """Where a command adds its parser."""
+
+__all__ = ["FAILED", "FINE", "INTERRUPTED", "REFUSED", "add_recipe_arguments", "out_folder", "source_file"]
+
+FINE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe, overrides and the run folder."""
+    parser.add_argument("recipe", metavar="RECIPE|FILE", help="name of a shipped recipe, or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the recipe")
+    parser.add_argument("--out", metavar="DIR", help="run folder (default: runs/RECIPE-TIME)")
+
+
+def source_file(options: argparse.Namespace) -> Path:
+    """Return the file of the recipe that was asked for. Raises `ConfigError` when there is none."""
+    source = find_recipe(options.recipe)
+    if source is None:
+        raise ConfigError(f"no recipe or file {options.recipe!r}; recipes: {', '.join(recipe_names())}")
+    return source
+
+
+def out_folder(options: argparse.Namespace, source: Path) -> Path:
+    """Return the run folder, as an absolute path."""
+    return Path(options.out or f"runs/{source.stem}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
