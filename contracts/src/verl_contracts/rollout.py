@@ -26,6 +26,7 @@ __all__ = [
     "SERVING",
     "SUCCESS",
     "BalancerRow",
+    "ChecksSettings",
     "LLMClient",
     "LLMServerManager",
     "Lease",
@@ -228,6 +229,18 @@ class RolloutSettings:
     """Part of every actor's name."""
     options: Mapping[str, object] = field(default_factory=dict)
     """Keyword arguments for the implementation's `Config`."""
+
+
+class ChecksSettings(Protocol):
+    """An `LLMServerManager` that can tell before anything is started that it cannot serve, an unknown engine perhaps.
+
+    Optional; found by `inspect` on the class. What is not refused here is refused by `create`.
+    """
+
+    @classmethod
+    def check(cls, settings: RolloutSettings, /) -> None:
+        """Return if `create` may be tried; raise `ConfigError` naming the key otherwise. Quick, and starts nothing."""
+        ...
 
 
 class LLMServerManager(Protocol):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from verl_contracts.errors import ConfigError
-from verl_contracts.plugins import build_config, build_plugin, check_plugin, families, resolve_optional
+from verl_contracts.plugins import build_config, build_plugin, check_options, check_plugin, families, resolve_optional
 
 if TYPE_CHECKING:
     from verl_contracts.clock import Clock
@@ -146,3 +146,13 @@ def test_config_class_must_be_a_frozen_dataclass(config: str, message: str) -> N
     manager = type("Manager", (), {"Config": getattr(samples, config)})
     with pytest.raises(ConfigError, match=rf"(?s)\n  - Config: .*{message}"):
         check_plugin(families.CHECKPOINT_MANAGER, manager, key="k")
+
+
+def test_options_are_checked_without_a_call_when_no_argument_is_at_hand() -> None:
+    import samples
+
+    check_options(samples.Loop, {}, key="agent.options", arguments=("client",))
+    with pytest.raises(ConfigError, match=r"agent\.options\.client: missing"):
+        check_options(samples.Loop, {}, key="agent.options")
+    with pytest.raises(ConfigError, match=r"agent\.options\.clinet: unknown option"):
+        check_options(samples.Loop, {"clinet": 1}, key="agent.options", arguments=("client",))

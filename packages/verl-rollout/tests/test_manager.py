@@ -334,8 +334,11 @@ def test_unknown_engine_is_refused_before_anything_starts() -> None:
     async def case(here: World) -> None:
         chosen = settings()
         wrong = replace(chosen, engine="torhc")
-        with pytest.raises(PluginError, match=r"rollout\.name: no inference engine.*'torhc'; nearest: 'torch'"):
+        words = r"rollout\.name: no inference engine.*'torhc'; nearest: 'torch'"
+        with pytest.raises(PluginError, match=words):
             await here.manager(wrong)
+        with pytest.raises(PluginError, match=words):
+            ReplicaManager.check(wrong)
         assert live(here) == []
 
     play(case)

@@ -49,6 +49,9 @@ async def test_close_leaves_no_thread() -> None:
         (RuntimeSettings(run_id="a", owner_limit_s=0.0), "owner_limit_s is 0"),
         (RuntimeSettings(run_id="a", options={"thread": True}), "threads"),
         (RuntimeSettings(run_id="a", options={"num_cpus": "two"}), "num_cpus"),
+        (RuntimeSettings(run_id="a", options={"num_cpus": 0}), "num_cpus must be > 0, got 0"),
+        (RuntimeSettings(run_id="a", options={"num_cpus": float("nan")}), "num_cpus must be > 0, got nan"),
+        (RuntimeSettings(run_id="a", options={"num_gpus": -1}), "num_gpus must be ≥ 0, got -1"),
     ],
 )
 async def test_wrong_settings_are_refused_by_name(settings: RuntimeSettings, words: str) -> None:

@@ -12,8 +12,9 @@ from config_cases import GOOD, mistakes_of
 
 from verl_contracts.errors import ConfigError
 from verl_contracts.training import Placement
-from verl_trainers.config.check import check_files, check_relations, check_resources
+from verl_trainers.config.check import check_files, check_relations
 from verl_trainers.config.load import load_config, resolve_config
+from verl_trainers.config.placing import check_resources
 from verl_trainers.config.plugins import load_plugins
 from verl_trainers.config.schema import RunConfig
 from verl_trainers.config.steps import count_steps, total_steps
@@ -57,6 +58,9 @@ def test_nothing_is_wrong_with_the_base() -> None:
         ([f"{ROLLOUT}.top_p=1.2"], f"{ROLLOUT}.top_p", "≤ 1, got 1.2"),
         ([f"{ROLLOUT}.top_p=0"], f"{ROLLOUT}.top_p", "> 0, got 0"),
         ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", "> 0"),
+        ([f"{ROLLOUT}.temperature=1e-8"], f"{ROLLOUT}.temperature", "≥ 0.01, got 1e-08"),
+        ([f"{ROLLOUT}.val_kwargs.temperature=1e-8"], f"{ROLLOUT}.val_kwargs.temperature", "0, which is greedy"),
+        (["trainer.logger=[jsonl, jsonl]"], "trainer.logger", "names 'jsonl' more than once"),
         ([f"{ROLLOUT}.dtype=fp16"], f"{ROLLOUT}.dtype", "'float32', 'bfloat16'"),
         ([f"{ACTOR}.loss_agg_mode=token_mean"], f"{ACTOR}.loss_agg_mode", "did you mean 'token-mean'?"),
         ([f"{ACTOR}.optim.betas=[0.9]"], f"{ACTOR}.optim.betas", "list of 2, got 1"),
@@ -148,6 +152,13 @@ def test_no_step_is_an_error(rows: int, words: str) -> None:
         count_steps(config_of("data.train_batch_size=4"), rows)
 
 
+def test_a_warm_up_longer_than_the_steps_that_follow_from_the_data_is_refused() -> None:
+    own = ["data.train_batch_size=4", f"{ACTOR}.optim.lr_warmup_steps=3"]
+    with pytest.raises(ConfigError, match=r"lr_warmup_steps: must be ≤ .* \(3 > 2\).*1 \* 10 // 4 = 2"):
+        count_steps(config_of(*own), 10)
+    assert count_steps(config_of(*own), 12).steps == 3
+
+
 # ---- files and resources
 
 
@@ -163,10 +174,15 @@ def test_files_that_are_not_there_are_named_unless_they_are_yet_to_be_made(tmp_p
 def test_devices_that_this_machine_lacks_are_counted() -> None:
     config = replace(config_of("trainer.device=cpu"), runtime_options={})
     (mistake,) = check_resources(config, Placement(trainer_devices=1000, hybrid=False, standalone_devices=24))
-    assert "1000 to train + 24 for replicas = 1024 devices, and this machine has" in mistake.text
+    assert "wanted 1000 to train + 24 for replicas = 1024 CPU, free " in mistake.text
+    assert "(this machine's cores)" in mistake.text
     assert check_resources(config, Placement(trainer_devices=1, hybrid=True)) == []
     elsewhere = replace(config, runtime_options={"address": "auto"})
     assert check_resources(elsewhere, Placement(trainer_devices=1000, hybrid=True)) == []
+    told = replace(config, runtime_options={"num_cpus": 3})
+    assert check_resources(told, Placement(trainer_devices=1, hybrid=False, standalone_devices=2)) == []
+    (mistake,) = check_resources(told, Placement(trainer_devices=2, hybrid=False, standalone_devices=2))
+    assert "free 3 CPU (runtime_options.num_cpus)" in mistake.text
 
 
 # ---- plug-ins

@@ -153,6 +153,12 @@ def test_an_override_is_refused_when_it_is_not_key_value(override: str) -> None:
         load_config(None, [override])
 
 
+@pytest.mark.parametrize("override", ["run_dir=x", "run_dir.a=x"])
+def test_the_run_folder_is_not_set_by_an_override(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"run_dir: is set by the command; write --out DIR"):
+        load_config(None, [override])
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml.*cannot be read"):
         load_config(tmp_path / "nowhere.yaml")

@@ -7,7 +7,7 @@ config = build_config(MyManager.Config, settings.options, key="actor_rollout_ref
 from __future__ import annotations
 
 from verl_contracts.plugins import families
-from verl_contracts.plugins.config import build_config, build_plugin, resolve_optional
+from verl_contracts.plugins.config import build_config, build_plugin, check_options, resolve_optional
 from verl_contracts.plugins.families import FAMILIES, Family
 from verl_contracts.plugins.finding import find_class
 from verl_contracts.plugins.loading import available, check_plugin, load_plugin
@@ -18,6 +18,7 @@ __all__ = [
     "available",
     "build_config",
     "build_plugin",
+    "check_options",
     "check_plugin",
     "families",
     "find_class",

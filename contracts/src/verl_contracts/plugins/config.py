@@ -15,7 +15,7 @@ from typing import Literal, TypeVar, Union, cast, get_args, get_origin, get_type
 from verl_contracts.errors import ConfigError
 from verl_contracts.plugins.finding import nearest
 
-__all__ = ["build_config", "build_plugin", "resolve_optional"]
+__all__ = ["build_config", "build_plugin", "check_options", "resolve_optional"]
 
 C = TypeVar("C")
 
@@ -46,6 +46,31 @@ def build_config(config_class: type[C], options: Mapping[str, object], *, key: s
     return cast("C", built)
 
 
+def check_options(cls: type, options: Mapping[str, object], *, key: str, arguments: Sequence[str] = ()) -> None:
+    """Check that ``cls(**arguments, **options)`` would bind, without calling it.
+
+    `arguments` are the keywords that the family's contract states. Raises `ConfigError` naming ``key.option`` for
+    options that the constructor does not take or lacks.
+    """
+    parameters = inspect.signature(cls).parameters.values()
+    names = [
+        p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in arguments
+    ]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    problems = [
+        _unknown(name, f"{cls.__qualname__} takes", names, key)
+        for name in options
+        if name in arguments or (name not in names and not open_ended)
+    ]
+    problems += [
+        f"{key}.{p.name}: missing, and {cls.__qualname__} requires it"
+        for p in parameters
+        if p.name in names and p.default is p.empty and p.name not in options
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def build_plugin(
     cls: type[C], options: Mapping[str, object], *, key: str, arguments: Mapping[str, object] | None = None
 ) -> C:
@@ -55,21 +80,7 @@ def build_plugin(
     options that the constructor does not take or lacks. What the constructor itself raises passes through.
     """
     given = dict(arguments or {})
-    parameters = inspect.signature(cls).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in given]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    problems = [
-        _unknown(name, f"{cls.__qualname__} takes", names, key)
-        for name in options
-        if name in given or (name not in names and not open_ended)
-    ]
-    problems += [
-        f"{key}.{p.name}: missing, and {cls.__qualname__} requires it"
-        for p in parameters
-        if p.name in names and p.default is p.empty and p.name not in options
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    check_options(cls, options, key=key, arguments=tuple(given))
     return cls(**given, **options)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from verl_contracts.events import EventSink
     from verl_contracts.failures import FailureRecord
-    from verl_contracts.rollout import LLMServerManager, Replica, RolloutSettings
+    from verl_contracts.rollout import ChecksSettings, LLMServerManager, Replica, RolloutSettings
     from verl_contracts.runtime import ActorRef, DeviceGrant, Runtime
     from verl_rollout.placing import Place
 
@@ -104,6 +104,12 @@ class ReplicaManager:
         self._closed = False
 
     @classmethod
+    def check(cls, settings: RolloutSettings, /) -> None:
+        """Refuse an engine that is not there. An installed one is imported by the replicas only."""
+        if settings.engine not in available(ENGINE):
+            load_plugin(ENGINE, settings.engine, key=ENGINE_KEY)
+
+    @classmethod
     async def create(
         cls,
         settings: RolloutSettings,
@@ -117,8 +123,7 @@ class ReplicaManager:
     ) -> Self:
         """Start the balancer and the replicas, or nothing."""
         config = build_config(ReplicaManagerConfig, settings.options, key=_OPTIONS_KEY)
-        if settings.engine not in available(ENGINE):  # an installed one is imported by the replicas only
-            load_plugin(ENGINE, settings.engine, key=ENGINE_KEY)
+        cls.check(settings)
         places = Places(
             runtime=runtime,
             devices_per_replica=settings.devices_per_replica,
@@ -301,4 +306,7 @@ class ReplicaManager:
 if TYPE_CHECKING:
 
     def _is_manager(x: ReplicaManager) -> LLMServerManager:
+        return x
+
+    def _checks_settings(x: type[ReplicaManager]) -> type[ChecksSettings]:
         return x

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import socket
 from dataclasses import dataclass, field
@@ -46,6 +47,12 @@ class LocalConfig:
     """CPUs that `place` may give away; None means all of this machine."""
     num_gpus: float = 0.0
     """GPUs that `place` may give away."""
+
+    def __post_init__(self) -> None:
+        if self.num_cpus is not None and not 0 < self.num_cpus < math.inf:
+            raise ValueError(f"num_cpus must be > 0, got {self.num_cpus:g}; leave it out for all of this machine")
+        if not 0 <= self.num_gpus < math.inf:
+            raise ValueError(f"num_gpus must be ≥ 0, got {self.num_gpus:g}")
 
 
 @dataclass(slots=True, eq=False)

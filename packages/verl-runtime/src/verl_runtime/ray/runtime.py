@@ -64,6 +64,8 @@ class RayConfig:
     """Beginning of the Ray namespace of the actors, which is completed to one that no other run has."""
 
     def __post_init__(self) -> None:
+        if self.num_cpus is not None and self.num_cpus < 1:
+            raise ValueError(f"num_cpus must be ≥ 1, got {self.num_cpus}; leave it out for all of this machine")
         found = find_spec("ray")
         if found is None or found.origin is None:  # no origin: a mere folder of that name, as Ray leaves one in /tmp
             raise ConfigError("the Ray runtime needs Ray: pip install 'verl-runtime[ray]', or choose runtime=local")

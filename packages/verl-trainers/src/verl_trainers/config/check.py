@@ -5,7 +5,7 @@ Each rule shows its formula with the numbers. Whatever is accepted here must run
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,9 @@ from verl_trainers.config.mistakes import Mistake
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from verl_contracts.training import Placement
     from verl_trainers.config.schema import RunConfig
 
-__all__ = ["check_files", "check_relations", "check_replicas", "check_resources"]
+__all__ = ["MIN_TEMPERATURE", "check_files", "check_relations"]
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -60,6 +59,9 @@ AT_LEAST: dict[str, float] = {
 }
 """Smallest value of a number that is not null."""
 
+MIN_TEMPERATURE = 0.01
+"""Below it, sampling is greedy decoding, and log-probs divided by it overflow."""
+
 ABOVE_ZERO = (
     f"{_ACTOR}.grad_clip",
     f"{_ACTOR}.optim.eps",
@@ -88,7 +90,19 @@ AT_MOST_ONE = (
 
 def check_relations(config: RunConfig) -> list[Mistake]:
     """Return every rule that `config` breaks. Looks at nothing outside of it."""
-    rules = (_required, _ranges, _batch, _lengths, _log_probs, _engine, _optimizer, _reward, _validation)
+    rules = (
+        _required,
+        _ranges,
+        _batch,
+        _lengths,
+        _log_probs,
+        _temperature,
+        _engine,
+        _optimizer,
+        _reward,
+        _tracking,
+        _validation,
+    )
     return [mistake for rule in rules for mistake in rule(config)]
 
 
@@ -191,6 +205,21 @@ def _log_probs(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(key=key, text=text, uses=(f"{_ACTOR}.old_log_prob",))
 
 
+def _temperature(config: RunConfig) -> Iterator[Mistake]:
+    rollout = config.actor_rollout_ref.rollout
+    if 0 < rollout.temperature < MIN_TEMPERATURE:
+        yield Mistake(
+            key=f"{_ROLLOUT}.temperature",
+            text=f"must be ≥ {MIN_TEMPERATURE:g}, got {rollout.temperature:g}: closer to 0 all samples of a group are "
+            "the same, and nothing is learned from comparing them",
+        )
+    if 0 < rollout.val_kwargs.temperature < MIN_TEMPERATURE:
+        yield Mistake(
+            key=f"{_ROLLOUT}.val_kwargs.temperature",
+            text=f"must be 0, which is greedy, or ≥ {MIN_TEMPERATURE:g}, got {rollout.val_kwargs.temperature:g}",
+        )
+
+
 def _engine(config: RunConfig) -> Iterator[Mistake]:
     rollout = config.actor_rollout_ref.rollout
     tensor_parallel, devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
@@ -249,6 +278,13 @@ def _reward(config: RunConfig) -> Iterator[Mistake]:
         )
 
 
+def _tracking(config: RunConfig) -> Iterator[Mistake]:
+    twice = [name for name, count in Counter(config.trainer.logger).items() if count > 1]
+    if twice:
+        text = f"names {', '.join(map(repr, twice))} more than once: two would write the same files; name each once"
+        yield Mistake(key="trainer.logger", text=text)
+
+
 def _validation(config: RunConfig) -> Iterator[Mistake]:
     every = config.trainer.test_freq
     if every != -1 and every < 1:
@@ -277,47 +313,3 @@ def check_files(config: RunConfig, *, prepared: Path | None = None) -> list[Mist
         text = f"no Hugging Face folder (with a config.json): {model}"
         found.append(Mistake(key="actor_rollout_ref.model.path", text=text))
     return found
-
-
-def check_resources(config: RunConfig, placement: Placement) -> list[Mistake]:
-    """Return what does not fit this machine. Says nothing when the runtime brings resources of its own."""
-    if set(config.runtime_options) & {"address", "num_cpus"}:
-        return []  # the runtime knows better, and refuses with what is free per node
-    if config.trainer.device == "cuda":
-        import torch  # here, because importing it takes a second
-
-        if torch.cuda.is_available():
-            return []
-        return [Mistake(key="trainer.device", text="is cuda, and this machine has no GPU that torch can use")]
-    if config.trainer.device == "auto":
-        import torch
-
-        if torch.cuda.is_available():
-            return []
-    wanted, cpus = placement.trainer_devices + placement.standalone_devices, len(os.sched_getaffinity(0))
-    if wanted <= cpus:
-        return []
-    return [
-        Mistake(
-            key="trainer.n_gpus_per_node",
-            text=f"{placement.trainer_devices} to train + {placement.standalone_devices} for replicas = {wanted} "
-            f"devices, and this machine has {cpus} CPUs; on CPU a device is a core",
-            uses=(f"{_ROLLOUT}.n_gpus_per_node",),
-        )
-    ]
-
-
-def check_replicas(config: RunConfig, placement: Placement) -> list[Mistake]:
-    """Return what cannot hold for the number of replicas that follows from the placement."""
-    rollout = config.actor_rollout_ref.rollout
-    devices = placement.standalone_devices + (placement.trainer_devices if placement.hybrid else 0)
-    replicas, wanted = devices // max(1, rollout.tensor_model_parallel_size), rollout.checkpoint_engine.min_healthy
-    if wanted <= replicas:
-        return []
-    return [
-        Mistake(
-            key=f"{_ROLLOUT}.checkpoint_engine.min_healthy",
-            text=f"is {wanted}, and there are {replicas} replicas: no sync could ever succeed",
-            uses=(f"{_ROLLOUT}.n_gpus_per_node", "trainer.n_gpus_per_node"),
-        )
-    ]

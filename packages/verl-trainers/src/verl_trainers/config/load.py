@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from verl_contracts.errors import ConfigError
 from verl_contracts.training import ScheduleRequest
 from verl_trainers.config.build import build_run_config
-from verl_trainers.config.check import check_files, check_relations, check_replicas, check_resources
+from verl_trainers.config.check import check_files, check_relations
 from verl_trainers.config.mistakes import Mistake, config_error
+from verl_trainers.config.placing import check_replicas, check_resources, check_servers
 from verl_trainers.config.plugins import load_plugins
 from verl_trainers.config.prepare import load_prepare
 from verl_trainers.config.sources import read_sources
@@ -91,7 +92,11 @@ def _check(config: RunConfig, run_dir: str) -> tuple[ResolvedConfig | None, list
         plan = _plan(config, plugins)
     except ConfigError as exc:
         return None, [*mistakes, *(Mistake(key="", text=line) for line in str(exc).splitlines())]
-    mistakes += [*check_resources(config, plan.placement), *check_replicas(config, plan.placement)]
+    mistakes += [
+        *check_resources(config, plan.placement),
+        *check_replicas(config, plan.placement),
+        *check_servers(config, plan.placement, plugins.llm_server_manager),
+    ]
     return ResolvedConfig(config=config, plugins=plugins, plan=plan), mistakes
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from verl_contracts.errors import ConfigError
-from verl_contracts.plugins import build_config, families, load_plugin
+from verl_contracts.plugins import build_config, check_options, families, load_plugin
 from verl_trainers.config.mistakes import Mistake, nearest
 from verl_trainers.rewards.probe import RewardProbe
 from verl_trainers.rewards.wire import Setup
@@ -130,6 +130,9 @@ def _load_all(loader: _Loader, config: RunConfig) -> RunPlugins | None:
     )
     loader.options(manager, agent.agent_loop_manager_options, f"{_ROLLOUT}.agent.agent_loop_manager_options")
     loop = loader.load(families.AGENT_LOOP, agent.default_agent_loop, f"{_ROLLOUT}.agent.default_agent_loop")
+    if loop is not None:
+        key = f"{_ROLLOUT}.agent.agent_loop_options"
+        loader.build(lambda: check_options(loop, agent.agent_loop_options, key=key, arguments=("client",)), key)
     estimator = loader.load(families.ADVANTAGE_ESTIMATOR, config.algorithm.adv_estimator, "algorithm.adv_estimator")
     policy_loss = loader.load(families.POLICY_LOSS, loss.loss_mode, "actor_rollout_ref.actor.policy_loss.loss_mode")
     if estimator is not None:
@@ -186,13 +189,10 @@ class _Loader:
         """Check the options of a class that has a `Config`."""
         config_class = getattr(cls, "Config", None)
         if isinstance(config_class, type):
-            try:
-                build_config(config_class, options, key=key)
-            except ConfigError as exc:
-                self._note(exc, key)
+            self.build(lambda: build_config(config_class, options, key=key), key)
 
     def build(self, make: Callable[[], object], key: str) -> None:
-        """Build a plug-in once, as its process will, so that wrong options are found now."""
+        """Build a plug-in once or check it otherwise, as its process will, so that wrong options are found now."""
         try:
             make()
         except (Exception, SystemExit) as exc:  # a class of the user's: whatever it raises is a mistake of this key

@@ -45,6 +45,9 @@ class DataConfig:
     """JSONL or parquet files with verl's columns. Required."""
     val_files: tuple[str, ...] = ()
     """Held-out files; empty means no validation."""
+    rollout_files: tuple[str, ...] = ()
+    """Files that `trainer.rollout_only` wrote: their samples are trained on, and no replica is started; empty means
+    that samples are generated."""
     prompt_key: str = "prompt"
     """Column with a string or a list of chat messages."""
     max_prompt_length: int = 512
@@ -291,6 +294,11 @@ class TrainerConfig:
     test_freq: int = -1
     """Steps between validations; -1 means only before the first step and after the last."""
     val_before_train: bool = True
+    val_only: bool = False
+    """Whether the run validates the weights it starts from, and ends."""
+    rollout_only: bool = False
+    """Whether the run generates and scores the groups of all its steps, writes them to ``rollouts.jsonl`` for
+    `data.rollout_files`, and trains on none."""
     logger: tuple[str, ...] = ("jsonl",)
     """Names or class paths of trackers."""
     logger_options: Mapping[str, object] = field(default_factory=dict)

@@ -57,10 +57,14 @@ def read_sources(source: Path | None, overrides: Sequence[str] = (), *, run_dir:
     places: dict[str, str] = {}
     merged = OmegaConf.create({}) if source is None else _read_file(source, places)
     if RUN_DIR in merged:
-        raise config_error([Mistake(key=RUN_DIR, place=places[RUN_DIR], text="is set by the command (--out)")])
+        raise config_error([Mistake(key=RUN_DIR, place=places[RUN_DIR], text="is set by the command; write --out DIR")])
     wrong = [text for text in overrides if not text.partition("=")[1] or not text.partition("=")[0].strip()]
     if wrong:
         raise config_error([Mistake(key="", place=f"override {text!r}", text="must be key=value") for text in wrong])
+    ours = [text for text in overrides if text.partition("=")[0].strip().partition(".")[0] == RUN_DIR]
+    if ours:
+        advice = "is set by the command; write --out DIR"
+        raise config_error([Mistake(key=RUN_DIR, place=f"override {text!r}", text=advice) for text in ours])
     for text in overrides:
         try:
             merged = _as_dict(OmegaConf.merge(merged, OmegaConf.from_dotlist([text])))

@@ -50,6 +50,12 @@ def count_steps(config: RunConfig, num_rows: int) -> StepCount:
             f"data.train_batch_size: no full step: {sums}; add data or epochs, lower data.train_batch_size, or set "
             "trainer.total_training_steps to read the data repeatedly"
         )
+    warmup = config.actor_rollout_ref.actor.optim.lr_warmup_steps
+    if warmup > steps:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.optim.lr_warmup_steps: must be ≤ the number of steps ({warmup} > {steps}); "
+            f"otherwise the learning rate never reaches its value; {sums}"
+        )
     left = f"; end of data: a tail of {tail} prompts is left out" if tail else ""
     return StepCount(steps=steps, epochs=epochs, tail=tail, message=f"{steps} full steps: {sums}{left}")
 
