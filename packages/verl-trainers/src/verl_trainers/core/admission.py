@@ -41,15 +41,21 @@ class BoundedAdmission:
     more is admitted than the steps up to `total_steps` can train.
     """
 
-    def __init__(self, *, max_staleness: int, batch_groups: int, total_steps: int) -> None:
+    def __init__(
+        self, *, max_staleness: int, batch_groups: int, total_steps: int, most_outstanding: int | None = None
+    ) -> None:
+        """Admit nothing yet. `most_outstanding` of None means as many groups as the bound allows."""
         if max_staleness < 0 or batch_groups < 1 or total_steps < 1:
             raise ValueError(
                 "max_staleness must be ≥ 0, batch_groups ≥ 1 and total_steps ≥ 1, "
                 f"got {max_staleness}, {batch_groups} and {total_steps}"
             )
+        if most_outstanding is not None and most_outstanding < batch_groups:
+            raise ValueError(f"most_outstanding must be ≥ batch_groups ({most_outstanding} < {batch_groups})")
         self._k = max_staleness
         self._batch = batch_groups
         self._total = total_steps
+        self._most = most_outstanding
         self._step = 1
         self._acknowledged = 0
         self._order = 0
@@ -68,7 +74,8 @@ class BoundedAdmission:
     def room(self) -> int:
         """Return how many more groups may be admitted now."""
         steps = min(self._k + self._acknowledged + 2 - self._step, self._total + 1 - self._step)
-        return max(0, steps * self._batch - len(self._groups))
+        most = steps * self._batch if self._most is None else min(steps * self._batch, self._most)
+        return max(0, most - len(self._groups))
 
     def admit(self, uid: GroupUid, /) -> None:
         """Count `uid` as outstanding. Its deadline assumes the oldest version that may answer."""

@@ -22,7 +22,6 @@ from verl_trainers.core.producer import GroupProducer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from verl_contracts.agents import AgentLoopManager
     from verl_contracts.clock import Clock
     from verl_contracts.events import EventSink
     from verl_contracts.failures import FailureRecord
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
         StepResult,
     )
     from verl_contracts.weights import CheckpointEngineManager
-    from verl_trainers.core.producer import GroupRules, Reject
+    from verl_trainers.core.producer import GroupPlayer, GroupRules, Reject
     from verl_trainers.core.validation import ValidationReport, Validator
 
 __all__ = ["LoopLimits", "LoopParts", "LoopReport", "TrainingLoop"]
@@ -69,9 +68,11 @@ class LoopParts:
     admission: AdmissionPolicy
     store: ExperienceStore
     data: DataSource
-    agents: AgentLoopManager
-    servers: LLMServerManager
-    checkpoint: CheckpointEngineManager
+    agents: GroupPlayer
+    servers: LLMServerManager | None
+    """None when there are no replicas, since nothing is generated."""
+    checkpoint: CheckpointEngineManager | None
+    """None when there are no replicas; then weights stay where they are made."""
     workers: PolicyWorkers
     clock: Clock
     events: EventSink
@@ -120,8 +121,12 @@ class TrainingLoop:
         limits: LoopLimits,
         test_freq: int = -1,
         val_before_train: bool = True,
+        trains: bool = True,
     ) -> None:
-        """Start nothing yet. `test_freq` is in steps; -1 validates only before the first and after the last one."""
+        """Start nothing yet. `test_freq` is in steps; -1 validates only before the first and after the last one.
+
+        With `trains` False the workers make no update, or there is no step at all: the first weights are all there is.
+        """
         self._parts = parts
         self._rules = rules
         self._schedule = schedule
@@ -129,6 +134,7 @@ class TrainingLoop:
         self._limits = limits
         self._test_freq = test_freq
         self._val_before_train = val_before_train
+        self._trains = trains
         self._producer = GroupProducer(
             admission=parts.admission,
             store=parts.store,
@@ -158,10 +164,11 @@ class TrainingLoop:
                 self.report.train_seconds = self._parts.clock.now() - began
                 if self._test_freq > 0 and step % self._test_freq == 0 and step < self._total_steps:
                     await self._validate()
-            if self._served != self.report.final_version:
+            if self._trains and self._served != self.report.final_version:
                 await self._sync(self.report.final_version)
-            await self._validate()
-            if self.report.updates == 0:
+            if self._served not in [row.version for row in self.report.validations]:
+                await self._validate()
+            if self._trains and self.report.updates == 0:
                 raise RunFailed(
                     f"the run made 0 updates in {self.report.steps} steps: each was skipped, because its loss or "
                     "gradient was not finite; look at the metrics actor/loss, actor/grad_norm and at the advantages"
@@ -188,10 +195,9 @@ class TrainingLoop:
             )
         if parts.on_batch is not None:
             parts.on_batch(step, groups)
-        if self._schedule.sleep_while_training:
-            await self._within(
-                parts.checkpoint.sleep, "putting replicas to sleep", parts.checkpoint, self._limits.sync_s
-            )
+        sleeper = parts.checkpoint if self._schedule.sleep_while_training else None
+        if sleeper is not None:
+            await self._within(sleeper.sleep, "putting replicas to sleep", sleeper, self._limits.sync_s)
             clock.lap("sleep")
         parts.events.emit("step.begin", {"step": step, "uids": [str(group.uid) for group in groups]})
         batch, context = self._batch(groups), StepContext(step=step, total_steps=self._total_steps)
@@ -204,8 +210,8 @@ class TrainingLoop:
         clock.lap("update")
         self._count(step, numbers, result)
         parts.events.emit("step.end", {"step": step, "rows": result.rows, "updates": result.updates})
-        if self._schedule.sleep_while_training:
-            await self._within(parts.checkpoint.wake, "waking replicas", parts.checkpoint, self._limits.sync_s)
+        if sleeper is not None:
+            await self._within(sleeper.wake, "waking replicas", sleeper, self._limits.sync_s)
             clock.lap("wake")
         if step % self._schedule.sync_every == 0:
             await self._sync(step)
@@ -272,29 +278,36 @@ class TrainingLoop:
     async def _sync(self, version: int) -> None:
         """Bring the replicas to `version`, let those that hold it serve, and admit groups against it."""
         parts = self._parts
-        report = await self._within(
-            lambda deadline: parts.checkpoint.update_weights(version, deadline=deadline),
-            f"the sync of version {version}",
-            parts.checkpoint,
-            self._limits.sync_s,
-        )
-        if not isinstance(report, SyncReport):
-            raise RunFailed(
-                f"{type(parts.checkpoint).__qualname__}.update_weights returned {type(report).__name__}, and the "
-                "contract wants a SyncReport"
-            )
-        failed = [row.replica for row in report.replicas if not row.committed]
-        if failed:
-            await parts.servers.exclude(failed)
-            for row in report.replicas:
-                if not row.committed:
-                    _log.warning("replica %s does not serve version %d: %s", row.replica, version, row.error)
-        await parts.servers.admit([row.replica for row in report.replicas if row.committed])
+        failed: list[str] = []
+        if parts.checkpoint is not None and parts.servers is not None:
+            failed = await self._move(version, parts.checkpoint, parts.servers)
         self._served = version
         parts.admission.acknowledge(version)
         parts.events.emit("sync.acknowledged", {"version": version, "failed": failed})
         if version < self._total_steps:
             self._producer.fill(version)
+
+    async def _move(self, version: int, checkpoint: CheckpointEngineManager, servers: LLMServerManager) -> list[str]:
+        """Bring the replicas to `version`, let those that hold it serve, and return the others."""
+        report = await self._within(
+            lambda deadline: checkpoint.update_weights(version, deadline=deadline),
+            f"the sync of version {version}",
+            checkpoint,
+            self._limits.sync_s,
+        )
+        if not isinstance(report, SyncReport):
+            raise RunFailed(
+                f"{type(checkpoint).__qualname__}.update_weights returned {type(report).__name__}, and the "
+                "contract wants a SyncReport"
+            )
+        failed = [row.replica for row in report.replicas if not row.committed]
+        if failed:
+            await servers.exclude(failed)
+            for row in report.replicas:
+                if not row.committed:
+                    _log.warning("replica %s does not serve version %d: %s", row.replica, version, row.error)
+        await servers.admit([row.replica for row in report.replicas if row.committed])
+        return failed
 
     async def _validate(self) -> None:
         """Validate what is served. A validation that fails is reported and does not stop the run."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import ActorFailed, RunFailed, WaitTimeout
@@ -20,16 +20,23 @@ from verl_contracts.training import DropReason
 from verl_contracts.waits import bounded
 
 if TYPE_CHECKING:
-    from verl_contracts.agents import AgentLoopManager
     from verl_contracts.clock import Clock
     from verl_contracts.events import EventSink
     from verl_contracts.samples import GroupResult, Prompt
     from verl_contracts.tokens import SamplingParams
     from verl_contracts.training import AdmissionPolicy, DataSource, ExperienceStore
 
-__all__ = ["GroupProducer", "GroupRules", "Reject"]
+__all__ = ["GroupPlayer", "GroupProducer", "GroupRules", "Reject"]
 
 _log = logging.getLogger(__name__)
+
+
+class GroupPlayer(Protocol):
+    """Turns admitted prompts into groups: the one method of an `AgentLoopManager` that the loop needs."""
+
+    async def run_group(self, request: GroupRequest, /, *, deadline: Deadline) -> GroupResult:
+        """Play the group."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +73,7 @@ class GroupProducer:
         admission: AdmissionPolicy,
         store: ExperienceStore,
         data: DataSource,
-        agents: AgentLoopManager,
+        agents: GroupPlayer,
         rules: GroupRules,
         min_ratio_groups: int,
         clock: Clock,
