@@ -1,8 +1,7 @@
-"""What a run leaves behind: the folder, the event log, the metrics file and the line on the terminal."""
+"""What a run leaves behind: the folder and the event log."""
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 from verl_contracts.clock import SystemClock
 from verl_contracts.errors import ConfigError
 from verl_trainers.run_folder import JsonlEvents, RunFolder
-from verl_trainers.tracking import JsonlTracker, ProgressLine
 
 
 class Clock(SystemClock):
@@ -23,11 +21,6 @@ class Clock(SystemClock):
 
     def now(self) -> float:
         return self.time
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
@@ -81,41 +74,6 @@ def test_events_are_on_disk_within_a_second_and_at_close(tmp_path: Path, caplog:
     assert (tmp_path / "events.jsonl").read_text().count("\n") == 3
 
 
-def test_metrics_are_valid_json_and_readable_at_once(tmp_path: Path) -> None:
-    tracker = JsonlTracker(run_dir=str(tmp_path))
-    tracker.log(1, {"loss": 0.5, "grad_norm": float("nan")})
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert row == {"step": 1, "loss": 0.5, "grad_norm": None}
-    tracker.close()
-    tracker.close()
-
-
-def test_progress_is_a_few_lines_in_a_file() -> None:
-    stream = io.StringIO()
-    line = ProgressLine(total_steps=100, stream=stream)
-    line.log(0, {"val/score": 0.25})
-    for step in range(1, 101):
-        line.log(step, {"reward": 0.5, "staleness/max": 2.0, "samples_per_s": 700.0})
-    line.close()
-    shown = stream.getvalue().splitlines()
-    assert shown[0] == "step 0/100  validation 0.250"
-    assert shown[1].startswith("step 1/100  reward 0.500  staleness 2  700 samples/s")
-    assert len(shown) == 22
-    assert "\r" not in stream.getvalue()
-
-
-def test_progress_is_one_line_on_a_terminal() -> None:
-    stream = Terminal()
-    line = ProgressLine(total_steps=10, stream=stream)
-    for step in range(1, 11):
-        line.log(step, {"reward": 0.5})
-    assert stream.getvalue().count("\n") == 0
-    line.log(10, {"val/score": 1.0})
-    line.close()
-    line.close()
-    assert stream.getvalue().count("\n") == 1
-
-
 def test_a_folder_in_which_a_run_is_going_on_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
     code = (
@@ -138,16 +96,3 @@ def test_a_refused_start_leaves_no_folder(tmp_path: Path) -> None:
     folder.write_config("data: {}\n")
     folder.discard()
     assert not (tmp_path / "run").exists()
-
-
-class Broken(io.StringIO):
-    def write(self, text: str, /) -> int:
-        raise BrokenPipeError("nobody reads")
-
-
-@pytest.mark.parametrize("stream", [Broken(), None], ids=["broken", "none"])
-def test_progress_that_nobody_reads_stops_nothing(stream: io.StringIO | None) -> None:
-    line = ProgressLine(total_steps=2, stream=stream)
-    line.log(1, {"reward": 0.5})
-    line.log(2, {"reward": 0.6, "val/score": 0.7})
-    line.close()

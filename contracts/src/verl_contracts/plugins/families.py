@@ -148,7 +148,7 @@ TRAINER_MODE: Final = Family(
     arguments=(),
 )
 TRACKER: Final = Family(
-    name="tracker", group="verl_contracts.trackers", protocol=Tracker, key="trainer.logger", arguments=("run_dir",)
+    name="tracker", group="verl_contracts.trackers", protocol=Tracker, key="trainer.logger", arguments=()
 )
 
 FAMILIES: Final[Mapping[str, Family[object]]] = {

@@ -7,6 +7,7 @@ wrong is said here before a process is started.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_contracts.clock import SystemClock
-from verl_contracts.plugins import build_plugin
+from verl_contracts.tracking import TrackedRun
 from verl_trainers.assembly import RunInputs, run_parts
 from verl_trainers.config.check import check_files
 from verl_trainers.config.dump import dump_config
@@ -28,14 +29,14 @@ from verl_trainers.rewards.decode import load_decoder
 from verl_trainers.run_folder import JsonlEvents
 from verl_trainers.sample_log import SampleLog
 from verl_trainers.summary import summarize
-from verl_trainers.tracking import ProgressLine
+from verl_trainers.tracking.run import tracked
+from verl_trainers.tracking.tree import plain_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from verl_contracts.events import JsonValue
     from verl_contracts.samples import Prompt
-    from verl_contracts.tracking import Tracker
     from verl_trainers.config.load import ResolvedConfig
     from verl_trainers.config.schema import RunConfig
     from verl_trainers.config.steps import StepCount
@@ -91,12 +92,16 @@ def run_training(
     folder.write_config(dump_config(config, derived=derived))
     clock = SystemClock()
     events = JsonlEvents(folder.events, clock=clock)
-    trackers: list[Tracker] = [ProgressLine(total_steps=data.steps.steps, stream=sys.stdout)]
-    try:
-        trackers += [
-            build_plugin(tracker, {}, key="trainer.logger", arguments={"run_dir": str(folder.path)})
-            for tracker in resolved.plugins.trackers
-        ]
+    tracked_run = TrackedRun(
+        name=folder.path.name,
+        run_dir=str(folder.path),
+        total_steps=data.steps.steps,
+        config=plain_fields(config),
+    )
+    with (
+        contextlib.closing(events),
+        tracked(resolved.plugins.trackers, config.trainer, tracked_run, progress=sys.stdout) as tracking,
+    ):
         if before_start is not None:
             before_start()
         report = asyncio.run(
@@ -110,23 +115,18 @@ def run_training(
                     stop_token_ids=data.stop_token_ids,
                     reward=reward_spec(config),
                     events=events,
-                    trackers=trackers,
+                    trackers=tracking.trackers,
                     log_dir=str(folder.logs),
                     model_dir=str(folder.model),
                     samples=SampleLog(folder.samples, decode=load_decoder(config.actor_rollout_ref.model.path)),
                 )
             )
         )
-    finally:
-        for tracker in trackers:
-            try:
-                tracker.close()
-            except Exception:  # the others and the events must be closed too, and the run's own error must be shown
-                _log.exception("closing %s failed", type(tracker).__qualname__)
-        events.close()
-    summary = summarize(
-        report, mode=config.trainer.mode, runtime=config.runtime, wall_s=round(time.monotonic() - began, 3)
-    )
+        summary = summarize(
+            report, mode=config.trainer.mode, runtime=config.runtime, wall_s=round(time.monotonic() - began, 3)
+        )
+        tracking.summary = summary
+    summary["trackers"] = tracking.reports()
     folder.write_summary(summary)
     return summary
 

@@ -39,6 +39,9 @@ _CONTENTS = (
     "model",
     "prepared",
     "logs",
+    "tensorboard",
+    "wandb",
+    "mlflow",
 )
 _FLUSH_S = 1.0
 

@@ -24,6 +24,7 @@ _MODULES = (
     "rewards",
     "runtime",
     "store",
+    "tracker",
     "training",
     "weights",
 )

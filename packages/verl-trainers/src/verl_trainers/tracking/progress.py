@@ -1,52 +1,38 @@
-"""Metrics where a person or a script looks for them: a file of JSON lines, and a line on the terminal."""
+"""A line on the terminal that says where the run is."""
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from verl_contracts.tracking import Tracker
+    from verl_contracts.tracking import RunEnd, TrackedRun, Tracker
 
-__all__ = ["JsonlTracker", "ProgressLine"]
+__all__ = ["ProgressLine"]
 
 _log = logging.getLogger(__name__)
-
-
-class JsonlTracker:
-    """Appends one JSON object per call to ``metrics.jsonl`` in the run folder. Numbers that are not finite are null."""
-
-    def __init__(self, *, run_dir: str) -> None:
-        self._file = (Path(run_dir) / "metrics.jsonl").open("a", encoding="utf-8")
-
-    def log(self, step: int, metrics: Mapping[str, float], /) -> None:
-        """Record the metrics of `step`, and make them visible to readers at once."""
-        row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
 
 
 class ProgressLine:
     """Shows where the run is: one line that changes on a terminal, about twenty plain lines elsewhere."""
 
-    def __init__(self, *, total_steps: int, stream: TextIO | None) -> None:
+    def __init__(self, *, stream: TextIO | None) -> None:
         """Write to `stream`; None, or one that breaks, shows nothing."""
-        self._total = total_steps
         self._stream = stream
         self._terminal = stream is not None and stream.isatty()
-        self._every = max(1, total_steps // 20)
+        self._total = 0
+        self._every = 1
         self._began = time.monotonic()
         self._width = 0
+
+    def start(self, run: TrackedRun, /) -> None:
+        """Learn how many steps there will be."""
+        self._total = run.total_steps
+        self._every = max(1, run.total_steps // 20)
+        self._began = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float], /) -> None:
         """Show `step`."""
@@ -65,8 +51,8 @@ class ProgressLine:
         elif step % self._every == 0 or step in (1, self._total):
             self._line(text)
 
-    def close(self) -> None:
-        """End the line. Idempotent."""
+    def close(self, end: RunEnd, /) -> None:
+        """End the line."""
         if self._width:
             self._line("")
 
@@ -89,8 +75,5 @@ class ProgressLine:
 
 if TYPE_CHECKING:
 
-    def _is_jsonl_tracker(x: JsonlTracker) -> Tracker:
-        return x
-
-    def _is_progress_tracker(x: ProgressLine) -> Tracker:
+    def _is_tracker(x: ProgressLine) -> Tracker:
         return x
