@@ -1,0 +1,85 @@
+"""`verl-train convert`: a configuration of upstream's verl becomes a recipe; standard error says what became of it.
+
+Exit codes: 0 every key was converted; 2 the input cannot be read, or launches no trainer; 3 a recipe came out, and
+something of the input is not in it or has to be done by hand. With `--strict`, 3 writes nothing.
+"""
+
+# ruff: noqa: T201  a command prints
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["PARTIAL", "REFUSED", "add_parser", "run"]
+
+REFUSED, PARTIAL = 2, 3
+"""Exit codes."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `convert` to the commands of the parser."""
+    command = commands.add_parser(
+        "convert",
+        help="turn a configuration of upstream's verl into a recipe",
+        description="Turn a Hydra YAML file, a launch script or a launch line of upstream's verl into a recipe. "
+        "The recipe goes to standard output and the report to standard error.",
+        epilog="Exit codes: 0 every key was converted; 2 the input cannot be read; 3 something is not supported or has "
+        "to be done by hand, and the recipe has the rest.",
+    )
+    _add_options(command)
+    command.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="FILE|ARGS",
+        help="a YAML file and overrides, a script and its arguments, or a launch line",
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", help="write the recipe there")
+    parser.add_argument("--strict", action="store_true", help="write nothing unless every key was converted")
+    parser.add_argument("--keys", action="store_true", help="print every known key of verl and what becomes of it")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert what `options` name, and return the exit code."""
+    from verl_contracts.errors import ConfigError
+    from verl_trainers.convert.inputs import read_input
+    from verl_trainers.convert.render import render_keys, render_recipe, render_report
+    from verl_trainers.convert.translate import convert
+
+    late = argparse.ArgumentParser(prog="verl-train convert", allow_abbrev=False, add_help=False)
+    _add_options(late)
+    late.set_defaults(out=options.out, strict=options.strict, keys=options.keys)
+    options, words = late.parse_known_args(options.words)  # options may also stand behind what is converted
+    if options.keys:
+        print(render_keys())
+        return 0
+    try:
+        conversion = convert(read_input(words))
+    except ConfigError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return REFUSED
+    print(render_report(conversion), file=sys.stderr)
+    if options.strict and not conversion.is_whole:
+        print("\nnothing was written (--strict)", file=sys.stderr)
+        return PARTIAL
+    recipe = render_recipe(conversion, name=_name(words))
+    if options.out is None:
+        print(recipe, end="")
+    else:
+        try:
+            Path(options.out).write_text(recipe, encoding="utf-8")
+        except OSError as exc:
+            print(f"error: --out {options.out}: cannot be written: {exc.strerror}", file=sys.stderr)
+            return REFUSED
+    return 0 if conversion.is_whole else PARTIAL
+
+
+def _name(words: Sequence[str]) -> str:
+    return Path(words[0]).name if Path(words[0]).is_file() else "a launch line"
