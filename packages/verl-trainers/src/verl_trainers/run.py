@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING
 
 from verl_contracts.clock import SystemClock
 from verl_contracts.tracking import TrackedRun
-from verl_trainers.assembly import RunInputs, run_parts
+from verl_trainers.assembly import run_parts
 from verl_trainers.config.check import check_files
 from verl_trainers.config.dump import dump_config
 from verl_trainers.config.mistakes import config_error
 from verl_trainers.config.prepare import load_prepare
-from verl_trainers.config.steps import count_steps
+from verl_trainers.config.steps import StepCount, count_steps
 from verl_trainers.data.source import PromptSource
 from verl_trainers.data.tokenizer import PromptTokenizer
+from verl_trainers.partial.replay import SavedGroups, count_saved_steps
+from verl_trainers.partial.rules import part_of
 from verl_trainers.rewards.client import reward_spec
 from verl_trainers.rewards.decode import load_decoder
 from verl_trainers.run_folder import JsonlEvents
 from verl_trainers.sample_log import SampleLog
+from verl_trainers.starting import RunInputs
 from verl_trainers.summary import summarize
 from verl_trainers.tracking.run import tracked
 from verl_trainers.tracking.tree import plain_fields
@@ -37,12 +40,12 @@ if TYPE_CHECKING:
 
     from verl_contracts.events import JsonValue
     from verl_contracts.samples import Prompt
+    from verl_contracts.training import DataSource
     from verl_trainers.config.load import ResolvedConfig
     from verl_trainers.config.schema import RunConfig
-    from verl_trainers.config.steps import StepCount
     from verl_trainers.run_folder import RunFolder
 
-__all__ = ["RunData", "open_data", "run_training"]
+__all__ = ["RunData", "open_data", "open_run", "run_training"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,24 +54,56 @@ _log = logging.getLogger(__name__)
 class RunData:
     """What a run reads, and how many steps it makes of it."""
 
-    train: PromptSource
+    train: DataSource
     validation: tuple[Prompt, ...]
     steps: StepCount
     stop_token_ids: tuple[int, ...]
+    saved: SavedGroups | None = None
+    """The same as `train`, when saved groups are trained on; None otherwise."""
+
+
+def open_run(resolved: ResolvedConfig) -> RunData:
+    """Read and check what the part of a run that is asked for needs. Raises as `open_data` does."""
+    config = resolved.config
+    part = part_of(config)
+    if part == "train_only":
+        saved = SavedGroups.open(config)
+        steps = count_saved_steps(config, saved.num_rows, max_staleness=resolved.plan.schedule.max_staleness)
+        return RunData(train=saved, saved=saved, validation=(), steps=steps, stop_token_ids=())
+    if part == "val_only":
+        tokenizer = _tokenizer(config)
+        held_out = _held_out(config, tokenizer)
+        steps = StepCount(steps=0, epochs=0, tail=0, message=f"no step; {len(held_out)} held-out prompts")
+        nothing = PromptSource((), epochs=1, shuffle=False, seed=0)
+        return RunData(train=nothing, validation=held_out, steps=steps, stop_token_ids=tokenizer.stop_token_ids)
+    return open_data(config)
 
 
 def open_data(config: RunConfig) -> RunData:
     """Read, check and tokenize all data. Raises `DataError`, or `ConfigError` when it makes no full step."""
-    model, data = config.actor_rollout_ref.model, config.data
-    tokenizer = PromptTokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    data, tokenizer = config.data, _tokenizer(config)
     epochs = config.trainer.total_epochs if config.trainer.total_training_steps is None else None
     train = PromptSource.open(data, files=data.train_files, tokenizer=tokenizer, epochs=epochs)
     steps = count_steps(config, train.num_rows)
-    validation: tuple[Prompt, ...] = ()
-    if data.val_files:
-        held_out = PromptSource.open(data, files=data.val_files, tokenizer=tokenizer, epochs=1, shuffle=False)
-        validation = tuple(iter(held_out.next, None))
-    return RunData(train=train, validation=validation, steps=steps, stop_token_ids=tokenizer.stop_token_ids)
+    return RunData(
+        train=train,
+        validation=_held_out(config, tokenizer),
+        steps=steps,
+        stop_token_ids=tokenizer.stop_token_ids,
+    )
+
+
+def _tokenizer(config: RunConfig) -> PromptTokenizer:
+    model = config.actor_rollout_ref.model
+    return PromptTokenizer(model.path, trust_remote_code=model.trust_remote_code)
+
+
+def _held_out(config: RunConfig, tokenizer: PromptTokenizer) -> tuple[Prompt, ...]:
+    data = config.data
+    if not data.val_files:
+        return ()
+    source = PromptSource.open(data, files=data.val_files, tokenizer=tokenizer, epochs=1, shuffle=False)
+    return tuple(iter(source.next, None))
 
 
 def run_training(
@@ -85,7 +120,7 @@ def run_training(
     missing = check_files(config)
     if missing:
         raise config_error(missing)
-    data = open_data(config)
+    data = open_run(resolved)
     _log.info("%s", data.steps.message)
     device = _device(config)
     derived = {"steps": data.steps.steps, "plan": resolved.plan, "device": device}
@@ -119,11 +154,17 @@ def run_training(
                     log_dir=str(folder.logs),
                     model_dir=str(folder.model),
                     samples=SampleLog(folder.samples, decode=load_decoder(config.actor_rollout_ref.model.path)),
+                    saved=data.saved,
+                    rollouts=folder.rollouts if part_of(config) == "rollout_only" else None,
                 )
             )
         )
         summary = summarize(
-            report, mode=config.trainer.mode, runtime=config.runtime, wall_s=round(time.monotonic() - began, 3)
+            report,
+            part=part_of(config),
+            mode=config.trainer.mode,
+            runtime=config.runtime,
+            wall_s=round(time.monotonic() - began, 3),
         )
         tracking.summary = summary
     summary["trackers"] = tracking.reports()

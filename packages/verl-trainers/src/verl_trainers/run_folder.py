@@ -33,6 +33,8 @@ _CONTENTS = (
     "metrics.jsonl",
     "events.jsonl",
     "samples.jsonl",
+    "rollouts.jsonl",
+    "rollouts.partial",
     "summary.json",
     "error.txt",
     "run.log",
@@ -120,6 +122,11 @@ class RunFolder:
     def samples(self) -> Path:
         """Some samples, with the version that made each token."""
         return self.path / "samples.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """The groups that a run which only generates saves; there only when it finished."""
+        return self.path / "rollouts.jsonl"
 
     @property
     def summary(self) -> Path:

@@ -10,20 +10,27 @@ if TYPE_CHECKING:
 
     from verl_contracts.events import JsonValue
     from verl_trainers.core.loop import LoopReport
+    from verl_trainers.partial.rules import Part
 
 __all__ = ["summarize"]
 
 
-def summarize(report: LoopReport, *, mode: str, runtime: str, wall_s: float) -> dict[str, JsonValue]:
-    """Return the summary. `reward_first` and `reward_last` are means over the first and last tenth of the steps."""
+def summarize(report: LoopReport, *, part: Part, mode: str, runtime: str, wall_s: float) -> dict[str, JsonValue]:
+    """Return the summary. `reward_first` and `reward_last` are means over the first and last tenth of the steps.
+
+    A run that only generates counts its groups as saved: it trains none, and its weights stay version 0.
+    """
+    saves = part == "rollout_only"
     tenth = math.ceil(len(report.rewards) / 10)
     validations = [row.score for row in report.validations]
     return {
+        "part": part,
         "mode": mode,
         "runtime": runtime,
         "steps": report.steps,
         "updates": report.updates,
-        "groups_trained": report.groups_trained,
+        "groups_trained": 0 if saves else report.groups_trained,
+        "groups_saved": report.groups_trained if saves else 0,
         "groups_dropped": report.groups_dropped,
         "rejects": [{"uid": str(row.uid), "reason": row.reason} for row in report.rejects[-20:]],
         "reward_first": _mean(report.rewards[:tenth]),
@@ -32,8 +39,8 @@ def summarize(report: LoopReport, *, mode: str, runtime: str, wall_s: float) -> 
         "val_last": validations[-1] if validations else None,
         "val_versions": [row.version for row in report.validations],
         "samples_per_s": report.rows_trained / report.train_seconds if report.train_seconds > 0 else None,
-        "max_staleness_seen": report.max_staleness_seen,
-        "final_version": report.final_version,
+        "max_staleness_seen": 0 if saves else report.max_staleness_seen,
+        "final_version": 0 if saves else report.final_version,
         "logprob_diff_mean": _mean(report.logprob_diffs),
         "train_s": report.train_seconds,
         "wall_s": wall_s,

@@ -27,12 +27,12 @@ def run(options: argparse.Namespace) -> int:
     source = source_file(options)
 
     from verl_trainers.config.load import resolve_config
-    from verl_trainers.run import open_data
+    from verl_trainers.run import open_run
 
     resolved = resolve_config(source, options.overrides, run_dir=str(out_folder(options, source)))
     config, plan = resolved.config, resolved.plan
     if config.prepare is None:
-        print(open_data(config).steps.message)
+        print(open_run(resolved).steps.message)
     else:
         print(f"data and models are made at the start by {config.prepare}, and checked then")
     print(f"mode {config.trainer.mode} on runtime {config.runtime}: {plan.placement}; {plan.schedule}")

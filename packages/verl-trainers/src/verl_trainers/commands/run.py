@@ -86,9 +86,18 @@ def _failure_lines(exc: Exception) -> list[str]:
 def _summary_line(summary: Mapping[str, JsonValue]) -> str:
     def pair(name: str) -> str:
         first, last = summary.get(f"{name}_first"), summary.get(f"{name}_last")
-        return " → ".join(f"{value:.3f}" if isinstance(value, (int, float)) else "-" for value in (first, last))
+        return f"{_number(first)} → {_number(last)}"
 
+    if summary["part"] == "val_only":
+        return f"validated in {summary['wall_s']} s, nothing trained; held-out {_number(summary['val_last'])}"
+    if summary["part"] == "rollout_only":
+        saved = f"{summary['groups_saved']} groups saved in {summary['wall_s']} s, nothing trained"
+        return f"{saved}; reward {pair('reward')}; train on them with data.rollout_files=[…/rollouts.jsonl]"
     return f"{summary['steps']} steps in {summary['wall_s']} s; reward {pair('reward')}; held-out {pair('val')}"
+
+
+def _number(value: JsonValue) -> str:
+    return f"{value:.3f}" if isinstance(value, (int, float)) else "-"
 
 
 def _log_to(file: Path) -> None:

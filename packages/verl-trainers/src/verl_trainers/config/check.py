@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_trainers.config.mistakes import Mistake
+from verl_trainers.partial.rules import check_partial, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,6 +75,7 @@ ABOVE_ZERO = (
     "reward.limit_s",
     "reward.start_limit_s",
     "trainer.logger_limit_s",
+    "trainer.device_memory_gb",
     "trainer.step_limit_s",
     "trainer.start_limit_s",
     "trainer.sync_limit_s",
@@ -102,6 +104,7 @@ def check_relations(config: RunConfig) -> list[Mistake]:
         _reward,
         _tracking,
         _validation,
+        check_partial,
     )
     return [mistake for rule in rules for mistake in rule(config)]
 
@@ -114,7 +117,7 @@ def _get(config: RunConfig, key: str) -> object:
 
 
 def _required(config: RunConfig) -> Iterator[Mistake]:
-    if not config.data.train_files:
+    if not config.data.train_files and part_of(config) in ("whole", "rollout_only"):
         yield Mistake(key="data.train_files", text="is required: JSONL or parquet files to train on")
     if not config.actor_rollout_ref.model.path:
         yield Mistake(key="actor_rollout_ref.model.path", text="is required: a Hugging Face folder")
@@ -257,7 +260,7 @@ def _optimizer(config: RunConfig) -> Iterator[Mistake]:
 
 def _reward(config: RunConfig) -> Iterator[Mistake]:
     custom = config.reward.custom_reward_function
-    if config.reward.name is None and custom.path is None:
+    if config.reward.name is None and custom.path is None and not config.data.rollout_files:
         yield Mistake(
             key="reward.name",
             text="is not set, and neither is reward.custom_reward_function.path: samples without a score cannot be "

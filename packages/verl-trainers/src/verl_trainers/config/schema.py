@@ -290,6 +290,8 @@ class TrainerConfig:
     n_gpus_per_node: int = 1
     """Devices that train; on CPU a device is a core."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    device_memory_gb: float | None = None
+    """GiB that one device has, for the estimate of memory; null means what is found on this machine."""
     seed: int = 0
     test_freq: int = -1
     """Steps between validations; -1 means only before the first step and after the last."""

@@ -13,11 +13,11 @@ from verl_contracts.waits import bounded
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verl_contracts.agents import AgentLoopManager
     from verl_contracts.clock import Clock
     from verl_contracts.events import EventSink
     from verl_contracts.samples import GroupResult, Prompt
     from verl_contracts.tokens import SamplingParams
+    from verl_trainers.core.producer import GroupPlayer
 
 __all__ = ["ValidationReport", "Validator"]
 
@@ -42,7 +42,7 @@ class Validator:
         self,
         *,
         prompts: Sequence[Prompt],
-        agents: AgentLoopManager,
+        agents: GroupPlayer,
         n: int,
         sampling: SamplingParams,
         limit_s: float,
