@@ -38,6 +38,9 @@ class KVCache:
         self.max_length = max_length
         self.scratch = slots
         self.data = torch.zeros(layers, 2, slots + 1, heads, min(_FIRST_LENGTH, max_length), head_dim, dtype=dtype)
+        self.zero = torch.zeros((), dtype=dtype)
+        self.minus_infinity = torch.full((), -torch.inf, dtype=dtype)
+        self._count()
 
     @property
     def length(self) -> int:
@@ -57,6 +60,11 @@ class KVCache:
         data = torch.zeros(shape, dtype=self.data.dtype)
         data[:, :, :, :, :old] = self.data
         self.data = data
+        self._count()
+
+    def _count(self) -> None:
+        self.indices = torch.arange(max(self.data.shape[2], self.length))
+        """0, 1, …: as many as there are slots or positions, whichever are more."""
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of one slot to others."""
@@ -88,11 +96,11 @@ class Decode:
     def __init__(self, cache: KVCache, positions: torch.Tensor, *, length: int) -> None:
         self.max_length = cache.max_length
         self._data = cache.data
-        self._rows = torch.arange(len(positions))
+        self._rows = cache.indices[: len(positions)]
         self._positions = positions
         self._length = length
-        hidden = torch.arange(length) > positions[:, None]
-        self._bias = torch.zeros(hidden.shape, dtype=cache.data.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+        hidden = cache.indices[:length] > positions[:, None]
+        self._bias = torch.where(hidden, cache.minus_infinity, cache.zero)[:, None, None]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -107,7 +115,12 @@ class Decode:
         return result.reshape(n, 1, heads, head_dim)
 
     def _mix(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-        return scaled_dot_product_attention(query, keys, values, attn_mask=self._bias, scale=scaling)
+        """Take [n, key heads, query heads of each, head_dim] and [n, key heads, length, head_dim]."""
+        if query.dtype != torch.float32:
+            # Scores of lower precision must not be rounded before the softmax.
+            return scaled_dot_product_attention(query, keys, values, attn_mask=self._bias, scale=scaling)
+        scores = torch.matmul(query * scaling, keys.transpose(2, 3)).add_(self._bias)
+        return torch.matmul(scores.softmax(dim=-1), values)
 
 
 class BlockDecode(Decode):

@@ -22,6 +22,7 @@ import torch
 from verl_contracts.errors import ConfigError, StateError
 from verl_contracts.tokens import SAMPLED, AbortedCompletion, Completion, VersionSpan
 from verl_rollout.engine.torch.cache import BlockDecode, Decode, Prefill
+from verl_rollout.engine.torch.forward import build_forward
 from verl_rollout.engine.torch.rows import Rows
 from verl_rollout.engine.torch.sampling import choose, stream_of
 
@@ -79,6 +80,7 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, shape: Shape, settings: RolloutSettings, *, replica_id: str) -> None:
         self._model = model
+        self._forward = build_forward(model, max_length=settings.max_model_len)
         self._shape = shape
         self._settings = settings
         self._replica_id = replica_id
@@ -92,11 +94,15 @@ class Decoder:
         """Job i sits in slot i."""
         self.waiting: deque[Job] = deque()
         self.generated_tokens = 0
-        self.allocate()
+        self._allocate_cache()
         self._probe()
 
     def allocate(self) -> None:
-        """Make an empty cache."""
+        """Take hold of the model's parameters, and make an empty cache."""
+        self._forward.bind()
+        self._allocate_cache()
+
+    def _allocate_cache(self) -> None:
         longest = self._settings.max_model_len
         self._cache = self._shape.build_cache(
             slots=self._width, dtype=getattr(torch, self._settings.dtype), max_length=longest
@@ -105,7 +111,8 @@ class Decoder:
             self._cache.ensure(_round_up(longest, _FIXED_TOKENS))
 
     def release(self) -> None:
-        """Free the cache. Only when nothing is active."""
+        """Let go of the parameters, and free the cache. Only when nothing is active."""
+        self._forward.release()
         self._cache = self._shape.build_cache(slots=0, dtype=torch.float32, max_length=0)
 
     def _probe(self) -> None:
@@ -119,7 +126,7 @@ class Decoder:
                 f"{type(self._model).__name__} does not run with {self._shape.heads} key heads of size "
                 f"{self._shape.head_dim}, as its config says: {exc}; take vllm for this model"
             ) from exc
-        self.allocate()
+        self._allocate_cache()
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
@@ -216,15 +223,10 @@ class Decoder:
             step: Decode = BlockDecode(self._cache, place, length=length, block=_FIXED_TOKENS)
         else:
             step = Decode(self._cache, place, length=min(_round_up(needed, _ALIGN), self._cache.length))
-        output = self._model(
-            input_ids=torch.from_numpy(tokens)[:, None],
-            position_ids=place[:, None],
-            use_cache=False,
-            slots=step,
-        )
+        logits = self._forward.logits(torch.from_numpy(tokens)[:, None], place[:, None], step)
         temperature, top_p, top_k = self._rows.sampling(width)
         ids, logprobs = choose(
-            output.logits[:, -1].float(),
+            logits.float(),
             self._rows.randoms(width),
             temperature=temperature,
             top_p=top_p,
@@ -287,11 +289,10 @@ class Decoder:
             tokens[index, : len(prefix)] = prefix
             slots[index] = row
         for start in range(0, padded, chunk):
-            self._model.base_model(
-                input_ids=torch.from_numpy(tokens[:, start : start + chunk]),
-                position_ids=torch.arange(start, start + chunk).expand(count, chunk),
-                use_cache=False,
-                slots=Prefill(self._cache, torch.from_numpy(slots), start=start, tokens=chunk),
+            self._forward.fill(
+                torch.from_numpy(tokens[:, start : start + chunk]),
+                torch.arange(start, start + chunk).clamp_(max=self._settings.max_model_len - 1).expand(count, chunk),
+                Prefill(self._cache, torch.from_numpy(slots), start=start, tokens=chunk),
             )
 
     def _diverged(self, job: Job) -> StateError:
