@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import tempfile
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from verl_ckpt_engine.shm import ShmBackend, ShmReceiver, ShmSender
-from verl_ckpt_engine.shm.segment import segment_path
+from verl_ckpt_engine.shm.memory import FILE_PREFIX
 from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.errors import WeightSyncError
 from verl_contracts.weights import LoadReport, Manifest, TensorMeta
@@ -19,7 +23,6 @@ from verl_contracts.weights import LoadReport, Manifest, TensorMeta
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from concurrent.futures import Future
-    from pathlib import Path
 
     from verl_contracts.weights import Plan, TransferReport, WeightReceiver, WeightTarget
 
@@ -102,9 +105,24 @@ def new_session() -> str:
     return f"test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
-def rings() -> list[Path]:
-    """Return the rings of this test process that exist now."""
-    return sorted(segment_path("x").parent.glob(f"verl-weights-test-{os.getpid()}-*"))
+def held() -> int:
+    """Return how many pieces of shared memory this process has, its own and others' that it maps."""
+    gc.collect()
+    inodes = set()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:verl-weights" in line:
+            inodes.add(line.split()[4])
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if "memfd:verl-weights" in str(link.readlink()):
+                inodes.add(str(link.stat().st_ino))
+    return len(inodes)
+
+
+def named() -> list[Path]:
+    """Return what lies around under a name: nothing, where memory needs none."""
+    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return [path for folder in folders for path in folder.glob(f"{FILE_PREFIX}*")]
 
 
 class Transfer:

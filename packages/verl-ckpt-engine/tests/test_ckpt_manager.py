@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from ckpt_hosts import ProcessReplica, SenderHost, SleepyReplica, ThreadReplica, eventually
-from ckpt_transport import CLOCK, DictTarget, check_equal, sample_weights
+from ckpt_transport import CLOCK, DictTarget, check_equal, named, sample_weights
 
 from verl_ckpt_engine.manager import TransactionalManager
-from verl_ckpt_engine.shm.segment import segment_path
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import ConfigError, PluginError, StateError, WaitTimeout, WeightSyncError
 from verl_contracts.testing.events import RecordingEvents
@@ -46,10 +45,7 @@ class Bench:
             assert not replica.paused, replica.replica_id
             replica.stop()
         self.sender.stop()
-        assert self.left_behind() == []
-
-    def left_behind(self) -> list[str]:
-        return [session for session in self.sender.sessions if segment_path(session).exists()]
+        assert named() == []
 
 
 async def test_sync_brings_every_replica_to_the_version() -> None:
@@ -219,7 +215,7 @@ async def test_cancellation_resumes_and_cleans_up() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not bench.replicas[0].paused
-        assert bench.left_behind() == []
+        assert named() == []
         assert bench.manager.versions() == {"r0": None}
         assert bench.events.named("sync.end")[0].fields["error"] == "cancelled"
         bench.replicas[0].target = DictTarget

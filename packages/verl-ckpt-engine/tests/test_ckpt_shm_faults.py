@@ -16,15 +16,17 @@ from ckpt_transport import (
     Transfer,
     check_equal,
     error_of,
+    held,
+    named,
     new_session,
-    rings,
     sample_weights,
 )
 
 from verl_ckpt_engine.planner import SingleHostPlanner
 from verl_ckpt_engine.shm import ShmReceiver, ShmSender
-from verl_ckpt_engine.shm.frames import END_FRAME, EndRecord, encode_end
-from verl_ckpt_engine.shm.segment import Geometry, Segment, segment_path
+from verl_ckpt_engine.shm.frames import END_FRAME, EndRecord, encode_end, fingerprint
+from verl_ckpt_engine.shm.geometry import Geometry
+from verl_ckpt_engine.shm.ring import Ring
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import StateError
 from verl_contracts.weights import LoadReport
@@ -41,6 +43,13 @@ def many(count: int = 60, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return more than the ring holds at once with a bucket of 1 KiB."""
     generator = torch.Generator().manual_seed(seed)
     return {f"t{index}": torch.randn(256, generator=generator) for index in range(count)}
+
+
+def ring_of(sender: ShmSender) -> Ring:
+    session = sender._session
+    assert session is not None
+    assert session.ring is not None
+    return session.ring
 
 
 def test_sender_raises_the_receivers_words_when_it_fails_at_tensor_3() -> None:
@@ -144,7 +153,7 @@ def test_abort_ends_a_blocked_receive_and_tells_the_sender() -> None:
 def test_abort_before_the_receiver_joins_ends_both_sides() -> None:
     with Transfer(DictSource(many()), bucket_bytes=64) as transfer:
         transfer.receivers[0].abort("enough")
-        assert "gave up before it joined" in error_of(transfer.send()).reason
+        assert "aborted: enough" in error_of(transfer.send()).reason
         assert "aborted: enough" in error_of(transfer.receive(DictTarget())).reason
 
 
@@ -182,8 +191,6 @@ def test_receiver_that_closes_before_it_joins_is_not_waited_for() -> None:
 def test_closing_the_sender_ends_a_receive() -> None:
     with Transfer(DictSource(many())) as transfer:
         received = transfer.receive(DictTarget())
-        while not rings():
-            time.sleep(0.001)
         transfer.sender.close()
         assert "clos" in error_of(received).reason
 
@@ -199,13 +206,14 @@ def test_cut_source_is_an_error_with_counts_on_both_sides() -> None:
 def test_end_frame_before_the_last_tensor_is_a_cut_stream() -> None:
     with Transfer(DictSource(many())) as transfer:
         received = transfer.receive(DictTarget())
-        ring = Segment.open(segment_path(transfer.plan.session))
-        ring.grow(Geometry.choose(transfer.plan.manifest, readers=1, bucket_bytes=1024))
-        ring.write_frame(END_FRAME, encode_end(EndRecord(tensors=0, num_bytes=0, digest="")), 0, 0)
+        ring = ring_of(transfer.sender)
+        geometry = Geometry.choose(transfer.plan.manifest, bucket_bytes=1024)
+        ring.announce(readers=1, total_bytes=geometry.total_bytes, fingerprint=fingerprint(transfer.plan.manifest))
+        ring.put_table(encode_end(EndRecord(tensors=0, num_bytes=0, digest="00" * 16)))
+        ring.publish(ring.generation, END_FRAME, 1)
         failure = error_of(received)
         assert "the stream was cut: it ended after 0 of 60 tensors, 0 of 61440 bytes" in failure.reason
         assert failure.tensor == "t0"
-        ring.close()
 
 
 def test_flipped_byte_is_found_before_it_is_loaded() -> None:
@@ -215,10 +223,9 @@ def test_flipped_byte_is_found_before_it_is_loaded() -> None:
         target = DictTarget(hold=(1, release))
         received, sent = transfer.receive(target), transfer.send()
         assert target.holding.wait(10)
-        ring = transfer.sender._segment
-        assert ring is not None
-        at = bytes(ring.bytes).index(weights["second"].numpy().tobytes())
-        ring.bytes[at + 17] ^= 1
+        memory = ring_of(transfer.sender).memory
+        at = bytes(memory.bytes).index(weights["second"].numpy().tobytes())
+        memory.bytes[at + 17] ^= 1
         release.set()
         failure = error_of(received)
         assert failure.tensor == "second"
@@ -309,8 +316,13 @@ def test_calls_out_of_order_are_state_errors() -> None:
             sender.send(transfer.plan, DictSource({}), deadline=deadline)
         with pytest.raises(StateError, match="prepared"):
             receiver.receive(transfer.plan, DictTarget(), deadline=deadline)
-        with pytest.raises(StateError, match="exists"):
-            sender.prepare(transfer.plan.manifest, session=transfer.plan.session)
+        received = transfer.receive(DictTarget())
+        transfer.send().result(20)
+        received.result(20)
+        with pytest.raises(StateError, match="sent already"):
+            transfer.sender.send(transfer.plan, transfer.source, deadline=deadline)
+        with pytest.raises(StateError, match="prepared"):
+            transfer.receivers[0].receive(transfer.plan, DictTarget(), deadline=deadline)
     sender.close()
     receiver.close()
 
@@ -366,7 +378,7 @@ def test_killed_receiver_is_dropped_and_the_other_finishes() -> None:
     sender.close()
     receiver.close()
     child.join(10)
-    assert rings() == []
+    assert named() == []
 
 
 class _DyingSource(DictSource):
@@ -418,20 +430,20 @@ def test_killed_sender_is_an_error_with_counts_and_leaves_nothing(before_sending
     assert "trainer rank 0" in str(caught.value)
     receiver.close()
     child.join(10)
-    assert rings() == []
+    assert named() == []
 
 
-def test_ring_of_a_killed_sender_is_removed_by_a_receiver_that_never_received() -> None:
-    session = new_session()
-    ours, child = _spawn(_send_and_die, session, True)
+def test_killed_sender_that_nobody_reached_leaves_nothing() -> None:
+    before = held()
+    ours, child = _spawn(_send_and_die, new_session(), True)
     ours.recv()
     receiver = ShmReceiver(owner="r0", clock=CLOCK)
-    receiver.prepare(session=session, rank=0)
-    assert len(rings()) == 1
+    receiver.prepare(session="s", rank=0)
     ours.send(None)
     child.join(10)
-    receiver.close()
-    assert rings() == []
+    assert named() == []
+    del receiver
+    assert held() == before
 
 
 def test_receivers_in_processes_of_their_own_get_what_was_sent() -> None:
@@ -456,7 +468,7 @@ def test_receivers_in_processes_of_their_own_get_what_was_sent() -> None:
         assert report.digests == sent.digests
         assert arrived == {name: tensor.tolist() for name, tensor in weights.items()}
     sender.close()
-    assert rings() == []
+    assert named() == []
 
 
 def _receive_well(pipe: Connection, session: str, index: int) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ckpt_transport import DTYPES, DictSource, DictTarget, Transfer, check_equal, rings, sample_weights
+from ckpt_transport import DTYPES, DictSource, DictTarget, Transfer, check_equal, held, named, sample_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ def test_all_kinds_of_tensors_arrive_for_any_bucket(bucket_bytes: int, receivers
             assert report.result(20).digests == sent.digests
             assert report.result().tensors == len(weights)
             assert report.result().num_bytes == sent.num_bytes == transfer.plan.manifest.num_bytes
-        assert rings() == []  # removed as soon as everybody has it mapped
+        assert named() == []
 
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -50,12 +50,14 @@ def test_any_list_of_tensors_arrives(
             check_equal(target.weights, weights)
 
 
-def test_ring_is_gone_when_receivers_never_came() -> None:
+def test_memory_is_gone_when_receivers_never_came() -> None:
+    before = held()
     transfer = Transfer(DictSource(sample_weights()))
-    assert len(rings()) == 1
+    assert held() == before + 2  # a ring and a page
     transfer.close()
     transfer.close()
-    assert rings() == []
+    del transfer
+    assert held() == before
 
 
 def test_skipped_names_are_reported() -> None:

@@ -1,55 +1,84 @@
-"""What one frame of the stream says: a table of records, then the payload they point into.
+"""What one frame of the stream says: a page with a header and a table of records, which point at the payload.
 
-Owns the wire format. Each record repeats name, dtype and shape, so that a reader checks what it got against the
-manifest instead of trusting that both sides count alike.
+Owns the wire format. The tensors themselves are told by the plan, which both sides have; a record names one by its
+place in the manifest, and `fingerprint` tells whether both mean the same manifest. A frame says of which generation of
+the ring it is, so that one left over from an earlier sync is never taken for the next one's.
 """
 
 from __future__ import annotations
 
-import json
+import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
 
 from verl_contracts.weights import WireFormat
+
+if TYPE_CHECKING:
+    from verl_contracts.weights import Manifest
 
 __all__ = [
     "ALIGNMENT",
     "DATA_FRAME",
     "END_FRAME",
+    "FRAME_BYTES",
+    "HEADER",
+    "MOST_RECORDS",
+    "RECORD",
     "WIRE_FORMAT",
     "EndRecord",
+    "Frame",
     "Record",
     "aligned",
     "decode_end",
-    "decode_table",
     "encode_end",
-    "encode_record",
-    "encode_table",
+    "fingerprint",
 ]
 
-WIRE_FORMAT = WireFormat(format_id="verl-frames", version=1)
+WIRE_FORMAT = WireFormat(format_id="verl-frames", version=2)
 
 DATA_FRAME = 1
 END_FRAME = 2
 
 ALIGNMENT = 64
 """Every payload begins at a multiple of this, so that it can be viewed in any dtype."""
+FRAME_BYTES = 4096
+HEADER = struct.Struct("=4Q")
+"""Generation, sequence number, kind, number of records."""
+RECORD = struct.Struct("=5Q")
+MOST_RECORDS = (FRAME_BYTES - HEADER.size) // RECORD.size
+"""Records that one frame holds."""
+_END = struct.Struct("=QQ16s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One tensor, or one piece of a tensor that is larger than a bucket."""
+class Record(NamedTuple):
+    """One tensor, or one piece of a tensor that goes in pieces."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    tensor: int
+    """Its place in the manifest."""
     offset: int
     """Where in the tensor's bytes the piece begins."""
     num_bytes: int
     at: int
-    """Where in the frame's payload the piece begins."""
-    digest: int | None
-    """Digest of the whole tensor; None in all pieces but the last."""
+    """Where in the ring the piece begins."""
+    digest: int
+    """Digest of the whole tensor in its last piece; 0 in the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One frame as it was read."""
+
+    generation: int
+    sequence: int
+    kind: int
+    table: bytes
+    """The records of a data frame, or what an end frame says."""
+
+    def records(self) -> list[Record]:
+        """Return the records of a data frame."""
+        return [Record._make(row) for row in RECORD.iter_unpack(self.table)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +88,7 @@ class EndRecord:
     tensors: int
     num_bytes: int
     digest: str
-    """Combined digest over the manifest."""
+    """Combined digest over the manifest, 32 hexadecimal digits."""
 
 
 def aligned(size: int, to: int = ALIGNMENT) -> int:
@@ -67,40 +96,20 @@ def aligned(size: int, to: int = ALIGNMENT) -> int:
     return -(-size // to) * to
 
 
-def encode_record(record: Record) -> bytes:
-    """Return `record` as one JSON array."""
-    row = [
-        record.name,
-        record.dtype,
-        record.shape,
-        record.offset,
-        record.num_bytes,
-        record.at,
-        record.digest,
-    ]
-    return json.dumps(row, separators=(",", ":")).encode()
-
-
-def encode_table(records: list[bytes]) -> bytes:
-    """Join encoded records."""
-    return b"[" + b",".join(records) + b"]"
-
-
-def decode_table(data: bytes) -> list[Record]:
-    """Return the records of a data frame. Raises ValueError when it is not one."""
-    rows = json.loads(data)
-    return [
-        Record(name=name, dtype=dtype, shape=tuple(shape), offset=offset, num_bytes=num_bytes, at=at, digest=digest)
-        for name, dtype, shape, offset, num_bytes, at, digest in rows
-    ]
+def fingerprint(manifest: Manifest) -> int:
+    """Return a hash of version, names, shapes and dtypes, in [0, 2**63)."""
+    hasher = xxhash.xxh3_64(str(manifest.version).encode())
+    for meta in manifest.tensors:
+        hasher.update(f"{meta.name}\0{meta.dtype}\0{meta.shape}\n".encode())
+    return hasher.intdigest() >> 1
 
 
 def encode_end(end: EndRecord) -> bytes:
     """Return the table of an end frame."""
-    return json.dumps([end.tensors, end.num_bytes, end.digest]).encode()
+    return _END.pack(end.tensors, end.num_bytes, bytes.fromhex(end.digest))
 
 
-def decode_end(data: bytes) -> EndRecord:
-    """Return what an end frame says. Raises ValueError when it is not one."""
-    tensors, num_bytes, digest = json.loads(data)
-    return EndRecord(tensors=tensors, num_bytes=num_bytes, digest=digest)
+def decode_end(table: bytes) -> EndRecord:
+    """Return what an end frame says."""
+    tensors, num_bytes, digest = _END.unpack_from(table)
+    return EndRecord(tensors=tensors, num_bytes=num_bytes, digest=digest.hex())

@@ -1,89 +1,116 @@
-"""The reading side of the ring: one engine rank, and what it leaves behind."""
+"""The reading side: one engine rank, and what it keeps between syncs.
+
+Owns the rank's page and its mapping of the ring. Both are used again only after a receive that went well: while one
+that was given up may still run, it keeps its own, and the next sync begins with new ones.
+"""
 
 from __future__ import annotations
 
 import socket
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from verl_ckpt_engine.shm.incoming import IncomingStream
-from verl_ckpt_engine.shm.segment import Segment, remove_if_orphaned, segment_path
-from verl_ckpt_engine.shm.waiting import ProcessId
+from verl_ckpt_engine.shm.page import ReaderPage
+from verl_ckpt_engine.shm.waiting import ProcessId, process_scope
 from verl_contracts.errors import StateError, WeightSyncError
 from verl_contracts.weights import EndpointInfo, TransferReport
 
 if TYPE_CHECKING:
+    from verl_ckpt_engine.shm.ring import Ring
     from verl_contracts.clock import Clock, Deadline
-    from verl_contracts.weights import Plan, WeightReceiver, WeightTarget
+    from verl_contracts.weights import LoadReport, Plan, WeightReceiver, WeightTarget
 
 __all__ = ["ShmReceiver"]
 
 
 class ShmReceiver:
-    """One engine rank of the shm backend."""
+    """One engine rank of the shm backend. Keep it for all syncs: a new one has to map the ring again."""
 
-    def __init__(self, *, owner: str, clock: Clock) -> None:
-        """Make a receiver; create nothing yet."""
+    def __init__(self, *, owner: str, clock: Clock, keep_ring: bool = True) -> None:
+        """Make a receiver; create nothing yet. With `keep_ring` it stays mapped between syncs, else it is let go."""
         self._owner = owner
         self._clock = clock
+        self._keep_ring = keep_ring
         self._rank = 0
         self._session: str | None = None
+        self._sessions = 0
         self._lock = threading.Lock()
         self._stream: IncomingStream | None = None
-        self._aborted: str | None = None
+        self._page: ReaderPage | None = None
+        self._ring: Ring | None = None
+        self._refused: str | None = None
+        """Why nothing may be received: it was aborted before it began."""
 
     def prepare(self, *, session: str, rank: int) -> EndpointInfo:
-        """Say which process will read. There is nothing to create: the file is the sender's."""
+        """Say where the sender finds our page."""
         self.close()
-        self._session, self._rank, self._aborted = session, rank, None
-        address = {"process": str(ProcessId.of_this_process())}
+        with self._lock:
+            self._session, self._rank, self._refused = session, rank, None
+            self._sessions += 1
+            page = self._page = self._page or ReaderPage.create()
+            page.begin(self._sessions)
+        address = {
+            "process": str(ProcessId.of_this_process()),
+            "scope": process_scope(),
+            "session": str(self._sessions),
+            **page.memory.address,
+        }
         return EndpointInfo(owner=self._owner, rank=rank, node=socket.gethostname(), address=address)
 
     def receive(self, plan: Plan, target: WeightTarget, /, *, deadline: Deadline) -> TransferReport:
         """Load the whole stream. Raises `WeightSyncError` for a cut, corrupt or incomplete one."""
-        if self._session != plan.session:
-            raise StateError(f"receive for session {plan.session!r}, but {self._session!r} was prepared")
         begun = self._clock.now()
-        stream = IncomingStream(plan, self._place(plan), self._clock, deadline, lambda: self._aborted)
-        self._stream = stream
+        stream, known = self._begin(plan, deadline)
         try:
-            stream.enter()
-            load = target.load(stream.items())
+            ring = stream.enter(known)
+            load = target.load(stream.items(ring))
             stream.check_load(load)
-            stream.finish()
+            stream.finish(ring)
         except BaseException as exc:
             error = exc if isinstance(exc, WeightSyncError) else stream.error(f"{type(exc).__name__}: {exc}")
-            with self._lock:
-                stream.fail(str(error))
+            stream.stop(str(error))
             if error is exc or not isinstance(exc, Exception):
                 raise
             raise error from exc
-        return TransferReport(
-            owner=self._owner,
-            rank=self._rank,
-            tensors=stream.tensors,
-            num_bytes=stream.num_bytes,
-            seconds=self._clock.now() - begun,
-            digests=stream.digests,
-            skipped=load.skipped,
-        )
+        self._end(stream, ring)
+        return self._report(stream, load, self._clock.now() - begun)
 
     def abort(self, reason: str, /) -> None:
         """Make a blocked `receive` raise, and tell the sender."""
-        self._aborted = reason
         self._leave(f"aborted: {reason}")
 
     def close(self) -> None:
-        """Let go of the ring, and remove its file if the sender is dead. Idempotent, legal in every state."""
+        """End the session; a sender that still waits for us is told. Idempotent, legal in every state."""
         self._leave("the receiver closed before the end")
         with self._lock:
-            stream, self._stream = self._stream, None
-            session, self._session = self._session, None
-        if stream is not None:
-            stream.close()
-        if session is not None:
-            remove_if_orphaned(segment_path(session))
+            self._session = None
+            if self._stream is not None:
+                # It failed, or still runs: what it holds goes with it.
+                self._stream = self._ring = None
+                self._drop_page()
+            elif not self._keep_ring:
+                self._ring = None
+                self._drop_page()
+
+    def _begin(self, plan: Plan, deadline: Deadline) -> tuple[IncomingStream, Ring | None]:
+        with self._lock:
+            if self._session != plan.session or self._page is None:
+                raise StateError(f"receive for session {plan.session!r}, but {self._session!r} was prepared")
+            if self._stream is not None:
+                raise StateError(f"session {plan.session!r} was received already; prepare another one")
+            stream = IncomingStream(plan, self._place(plan), self._page, self._clock, deadline)
+            self._stream = stream
+            if self._refused is not None:
+                stream.stop(self._refused)
+            return stream, self._ring
+
+    def _end(self, stream: IncomingStream, ring: Ring) -> None:
+        """Keep what can be used again, unless the session was closed meanwhile."""
+        with self._lock:
+            if self._stream is stream:
+                self._stream, self._ring = None, ring
+                self._session = None
 
     def _place(self, plan: Plan) -> int:
         for index, receiver in enumerate(plan.receivers):
@@ -92,15 +119,29 @@ class ShmReceiver:
         raise WeightSyncError("transfer", f"{self._owner} rank {self._rank} is not in the plan")
 
     def _leave(self, reason: str) -> None:
-        """Tell the sender that this rank is lost, also when it does not know its place in the ring yet."""
+        """Tell the sender that this rank is lost, unless it is done."""
         with self._lock:
             if self._stream is not None:
-                self._stream.fail(reason)
-            elif self._session is not None:
-                with suppress(OSError, ValueError):
-                    segment = Segment.open(segment_path(self._session))
-                    segment.depart(f"{self._owner} rank {self._rank}")
-                    segment.close()
+                self._stream.stop(reason)
+            elif self._session is not None and self._page is not None:
+                self._refused = self._refused or reason
+                self._page.fail(self._refused)
+
+    def _drop_page(self) -> None:
+        if self._page is not None:
+            self._page.memory.unlink()
+        self._page = None
+
+    def _report(self, stream: IncomingStream, load: LoadReport, seconds: float) -> TransferReport:
+        return TransferReport(
+            owner=self._owner,
+            rank=self._rank,
+            tensors=stream.tensors,
+            num_bytes=stream.num_bytes,
+            seconds=seconds,
+            digests=stream.digests,
+            skipped=load.skipped,
+        )
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,8 @@
-"""The writing side of the ring: one trainer rank, and what it creates and removes."""
+"""The writing side: one trainer rank, and what it keeps between syncs.
+
+Owns the ring. It is used again only after a send that went well: one that was given up may still be writing, and keeps
+the ring to itself, while the next sync begins with a new one.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from verl_ckpt_engine.shm.outgoing import OutgoingStream
-from verl_ckpt_engine.shm.segment import ENDED, FAILED, Segment, segment_path
-from verl_ckpt_engine.shm.waiting import ProcessId
+from verl_ckpt_engine.shm.ring import ENDED, FAILED, Ring
+from verl_ckpt_engine.shm.waiting import ProcessId, process_scope
 from verl_contracts.errors import StateError, WeightSyncError
 from verl_contracts.weights import EndpointInfo, TransferReport
 
@@ -18,30 +22,69 @@ if TYPE_CHECKING:
 
 __all__ = ["ShmSender"]
 
+_MOST_IDLE = 2
+"""A ring is kept as long as it is no more than this many times as large as the last sync needed."""
+
+
+class _Session:
+    """One sync of a sender, with the ring that it writes to; rank 0 alone has one."""
+
+    def __init__(self, ring: Ring | None, generation: int) -> None:
+        self.ring = ring
+        self.generation = generation
+        self.stopped: str | None = None
+        self.needed_bytes = 0
+        self.begun = False
+        self.complete = False
+        self._lock = threading.Lock()
+
+    def stop(self, reason: str) -> None:
+        """Make a send that runs raise, and tell the readers; harmless when it is over."""
+        with self._lock:
+            if self.complete:
+                return
+            self.stopped = self.stopped or reason
+            if self.ring is not None and self.ring.state not in (ENDED, FAILED):
+                self.ring.fail(self.stopped)
+
+    @property
+    def reusable(self) -> bool:
+        """Whether nobody writes to the ring any more, and its size suits."""
+        if self.ring is None or self.ring.memory.named or (self.begun and not self.complete):
+            return False
+        return not self.complete or len(self.ring.memory) <= _MOST_IDLE * self.needed_bytes
+
 
 class ShmSender:
     """One trainer rank of the shm backend: rank 0 writes, the others only take part in gathering."""
 
-    def __init__(self, *, owner: str, rank: int, clock: Clock) -> None:
-        """Make a sender; create nothing yet."""
+    def __init__(self, *, owner: str, rank: int, clock: Clock, keep_ring: bool = True) -> None:
+        """Make a sender; create nothing yet.
+
+        With `keep_ring` the memory stays between syncs, so that its pages are touched for the first time once only;
+        else every `close` gives it back.
+        """
         self._owner = owner
         self._rank = rank
         self._clock = clock
+        self._keep_ring = keep_ring
         self._lock = threading.Lock()
-        self._segment: Segment | None = None
-        self._manifest: Manifest | None = None
-        self._aborted: str | None = None
+        self._session: _Session | None = None
+        self._kept: Ring | None = None
+        self._generation = 0
 
     def prepare(self, manifest: Manifest, /, *, session: str) -> EndpointInfo:
-        """Create the file of this session; it gets its size once the plan is known."""
+        """Have a ring for this session; it gets its size once the plan is known."""
         self.close()
-        process = ProcessId.of_this_process()
-        self._aborted = None
-        self._manifest = manifest
-        address = {"process": str(process)}
-        if self._rank == 0:
-            self._segment = Segment.create(segment_path(session), process)
-            address["segment"] = str(self._segment.path)
+        address = {"process": str(ProcessId.of_this_process()), "scope": process_scope()}
+        with self._lock:
+            self._generation += 1
+            ring, self._kept = self._kept, None
+            if self._rank == 0:
+                ring = ring or Ring.create()
+                ring.begin(self._generation)
+                address |= {"generation": str(self._generation), **ring.memory.address}
+            self._session = _Session(ring, self._generation)
         return EndpointInfo(owner=self._owner, rank=self._rank, node=socket.gethostname(), address=address)
 
     def send(self, plan: Plan, source: WeightSource, /, *, deadline: Deadline) -> TransferReport:
@@ -49,24 +92,30 @@ class ShmSender:
 
         Returns when every reader that is still listened to has said that it loaded everything.
         """
-        if self._manifest is None:
-            raise StateError("send before prepare: the session does not exist")
+        with self._lock:
+            session = self._session
+            if session is None:
+                raise StateError("send before prepare, or after close: the session does not exist")
+            if session.begun:
+                raise StateError(f"session {plan.session!r} was sent already; prepare another one")
+            session.begun = True
         begun = self._clock.now()
-        if self._rank != 0:
-            self._drain(source, deadline)
+        if session.ring is None:
+            self._drain(session, source, deadline)
             return self._report(begun, tensors=0, num_bytes=0, digests={})
-        segment = self._segment
-        if segment is None:
-            raise StateError("send after close: the session does not exist any more")
-        stream = OutgoingStream(segment, plan, self._clock, deadline, lambda: self._aborted)
+        stream = OutgoingStream(
+            session.ring, session.generation, plan, self._clock, deadline, stopped=lambda: session.stopped
+        )
+        session.needed_bytes = stream.total_bytes
         items = source.tensors()
         try:
+            stream.open()
             for meta, tensor in items:
                 stream.write(meta, tensor)
             stream.end()
         except BaseException as exc:
             error = exc if isinstance(exc, WeightSyncError) else stream.error(f"{type(exc).__name__}: {exc}")
-            self._fail(error.reason, segment)
+            session.stop(error.reason)
             if len(plan.senders) > 1:
                 # The other ranks gather until their iteration ends; leaving now would block them.
                 for _ in items:
@@ -74,33 +123,33 @@ class ShmSender:
             if error is exc or not isinstance(exc, Exception):
                 raise
             raise error from exc
+        session.complete = True
         return self._report(begun, tensors=stream.tensors, num_bytes=stream.num_bytes, digests=stream.digests)
 
     def abort(self, reason: str, /) -> None:
         """Make a blocked `send` raise, and tell the receivers."""
-        self._aborted = reason
-        self._fail(f"aborted: {reason}", self._segment)
+        session = self._session
+        if session is not None:
+            session.stop(f"aborted: {reason}")
 
     def close(self) -> None:
-        """Remove the file. Idempotent, legal in every state; receivers that still read are told."""
-        self._fail("the sender closed before the end", self._segment)
+        """End the session; receivers that still read are told. Idempotent, legal in every state."""
         with self._lock:
-            segment, self._segment, self._manifest = self._segment, None, None
-            if segment is not None:
-                segment.unlink()
-                segment.close()
+            session, self._session = self._session, None
+            if session is None:
+                return
+            session.stop("the sender closed before the end")
+            if session.ring is None:
+                return
+            if self._keep_ring and session.reusable:
+                self._kept = session.ring
+            else:
+                session.ring.memory.unlink()
 
-    def _fail(self, reason: str, segment: Segment | None) -> None:
-        """Tell the readers of `segment`, unless it was closed meanwhile: a late send must not fail its successor."""
-        with self._lock:
-            if segment is not None and segment is self._segment and segment.state not in (ENDED, FAILED):
-                segment.set_sender_words(reason)
-                segment.state = FAILED
-
-    def _drain(self, source: WeightSource, deadline: Deadline) -> None:
+    def _drain(self, session: _Session, source: WeightSource, deadline: Deadline) -> None:
         for meta, _ in source.tensors():
-            if self._aborted is not None:
-                raise WeightSyncError("transfer", f"aborted: {self._aborted}", meta.name)
+            if session.stopped is not None:
+                raise WeightSyncError("transfer", session.stopped, meta.name)
             if not deadline.remaining(self._clock):
                 raise WeightSyncError("transfer", f"not gathered within {deadline.limit_s:.3g} s", meta.name)
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LIVENESS_EVERY_S", "ProcessId", "poll"]
+__all__ = ["LIVENESS_EVERY_S", "ProcessId", "poll", "process_scope"]
 
 LIVENESS_EVERY_S = 0.1
 """How often a waiting side asks whether its peers live."""
 
 _YIELD_FOR_S = 200e-6
-_FIRST_PAUSE_S = 50e-6
+_PAUSE_SHARE = 1 / 16
+"""Longest pause as a share of the time waited so far, so that noticing late costs little in proportion."""
 _LONGEST_PAUSE_S = 1e-3
 
 
@@ -63,6 +64,19 @@ class ProcessId:
         return found is not None and found[1] == self.started and found[0] not in "ZX"
 
 
+def process_scope() -> str:
+    """Return what two processes share exactly when either can find the other by its number.
+
+    It names the running kernel and the pid namespace, which differs between containers; "0" where none can be told.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return "0"
+    return f"{boot[:8]}.{namespace}"
+
+
 def _read_stat(pid: int) -> tuple[str, int] | None:
     """Return state letter and start time of `pid`, or None when there is no such process, or no /proc."""
     try:
@@ -85,12 +99,10 @@ def poll(ready: Callable[[], bool], check: Callable[[], None], check_peers: Call
         time.sleep(0)
         if ready():
             return
-    pause = _FIRST_PAUSE_S
     while not ready():
         check()
         now = time.monotonic()
         if now - asked >= LIVENESS_EVERY_S:
             asked = now
             check_peers()
-        time.sleep(pause)
-        pause = min(_LONGEST_PAUSE_S, pause * 1.5)
+        time.sleep(min(_LONGEST_PAUSE_S, (now - begun) * _PAUSE_SHARE))
