@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 from fakes import FakeAgents, FakeCheckpoint, FakeData, FakeServers, FakeWorkers, World
@@ -18,6 +18,7 @@ from verl_contracts.samples import GroupUid
 from verl_contracts.testing.events import RecordingEvents
 from verl_contracts.testing.virtual import VirtualClock, run_virtual
 from verl_contracts.tokens import SamplingParams
+from verl_contracts.tracking import Tracker
 from verl_contracts.training import Schedule
 from verl_trainers.core.admission import BoundedAdmission
 from verl_trainers.core.loop import LoopLimits, LoopParts, LoopReport, TrainingLoop
@@ -55,6 +56,7 @@ class Bench:
         failures: AsyncIterator[FailureRecord] | None = None,
         validate: int = 0,
         test_freq: int = -1,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         clock = VirtualClock(asyncio.get_running_loop())
         self.clock = clock
@@ -77,6 +79,7 @@ class Bench:
                 workers=FakeWorkers(self.world),
                 clock=clock,
                 events=self.events,
+                trackers=trackers,
                 failures=failures,
                 validator=Validator(
                     prompts=prompts,

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import RunFailed
+from verl_contracts.tracking import reduce_metrics
 from verl_contracts.training import StepContext, TrainBatch, TrainRow
 from verl_contracts.waits import bounded
 from verl_contracts.weights import SyncReport
-from verl_trainers.core.metrics import GroupMetrics, StepClock
+from verl_trainers.core.metrics import GroupMetrics, RunCounters, StepClock
 from verl_trainers.core.producer import GroupProducer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from verl_contracts.clock import Clock
     from verl_contracts.events import EventSink
@@ -146,6 +147,7 @@ class TrainingLoop:
             events=parts.events,
         )
         self._served = 0
+        self._counters = RunCounters()
         self.report = LoopReport()
         """Grows as the run goes on; valid also after a failure."""
 
@@ -186,7 +188,7 @@ class TrainingLoop:
         self._producer.fill(self._served)
         groups = await self._producer.next_batch(deadline=Deadline.after(parts.clock, self._limits.wait_s))
         clock.lap("wait")
-        numbers = GroupMetrics.of(groups, step=step)
+        numbers = GroupMetrics.of(groups, step=step, bound=self._schedule.max_staleness)
         self.report.max_staleness_seen = max(self.report.max_staleness_seen, numbers.max_staleness)
         if numbers.max_staleness > self._schedule.max_staleness:
             raise RunFailed(
@@ -207,15 +209,14 @@ class TrainingLoop:
             parts.workers,
             self._limits.step_s,
         )
-        clock.lap("update")
+        clock.lap("update", parts=result.seconds)
         self._count(step, numbers, result)
         parts.events.emit("step.end", {"step": step, "rows": result.rows, "updates": result.updates})
         if sleeper is not None:
             await self._within(sleeper.wake, "waking replicas", sleeper, self._limits.sync_s)
             clock.lap("wake")
         if step % self._schedule.sync_every == 0:
-            await self._sync(step)
-            clock.lap("sync")
+            clock.lap("sync", parts=await self._sync(step))
         self._track(step, numbers, result, clock)
 
     async def _within(self, call: Callable[..., Awaitable[T]], subject: str, part: object, limit_s: float) -> T:
@@ -256,39 +257,45 @@ class TrainingLoop:
         report = self.report
         report.steps = step
         report.final_version = step
-        report.groups_trained += numbers.groups
+        self._counters.groups_trained += numbers.groups
+        self._counters.tokens_trained += sum(numbers.trained_tokens)
+        report.groups_trained = self._counters.groups_trained
         report.rows_trained += result.rows
         report.updates += result.updates
         report.rewards.append(numbers.score)
         report.logprob_diffs += [m.value for m in result.metrics if m.name == "rollout/logprob_diff"]
 
     def _track(self, step: int, numbers: GroupMetrics, result: StepResult, clock: StepClock) -> None:
-        metrics = numbers.as_dict()
-        metrics |= {metric.name: metric.value for metric in result.metrics}
-        metrics |= {f"seconds/{name}": value for name, value in clock.laps.items()}
-        metrics |= {f"seconds/update/{name}": value for name, value in result.seconds.items()}
+        metrics = numbers.as_dict() | reduce_metrics(result.metrics)
+        metrics |= self._counters.as_dict(self._producer.counts, ready=len(self._parts.store))
+        metrics |= clock.as_dict()
         metrics["samples_per_s"] = result.rows / max(clock.total, 1e-9)
-        metrics["groups_in_play"] = float(self._producer.in_play)
-        metrics["groups_ready"] = float(len(self._parts.store))
-        metrics["groups_dropped"] = float(self._producer.counts["dropped"])
+        metrics["tokens_per_s"] = sum(numbers.trained_tokens) / max(clock.total, 1e-9)
         metrics["time"] = self._parts.clock.wall()
         for tracker in self._parts.trackers:
             tracker.log(step, metrics)
 
-    async def _sync(self, version: int) -> None:
-        """Bring the replicas to `version`, let those that hold it serve, and admit groups against it."""
+    async def _sync(self, version: int) -> Mapping[str, float]:
+        """Bring the replicas to `version`, let those that hold it serve, and admit groups against it.
+
+        Returns phase → seconds.
+        """
         parts = self._parts
         failed: list[str] = []
+        phases: Mapping[str, float] = {}
         if parts.checkpoint is not None and parts.servers is not None:
-            failed = await self._move(version, parts.checkpoint, parts.servers)
+            report = await self._move(version, parts.checkpoint, parts.servers)
+            failed = [row.replica for row in report.replicas if not row.committed]
+            phases = report.seconds
         self._served = version
         parts.admission.acknowledge(version)
         parts.events.emit("sync.acknowledged", {"version": version, "failed": failed})
         if version < self._total_steps:
             self._producer.fill(version)
+        return phases
 
-    async def _move(self, version: int, checkpoint: CheckpointEngineManager, servers: LLMServerManager) -> list[str]:
-        """Bring the replicas to `version`, let those that hold it serve, and return the others."""
+    async def _move(self, version: int, checkpoint: CheckpointEngineManager, servers: LLMServerManager) -> SyncReport:
+        """Bring the replicas to `version`, and let only those that hold it serve."""
         report = await self._within(
             lambda deadline: checkpoint.update_weights(version, deadline=deadline),
             f"the sync of version {version}",
@@ -307,7 +314,7 @@ class TrainingLoop:
                 if not row.committed:
                     _log.warning("replica %s does not serve version %d: %s", row.replica, version, row.error)
         await servers.admit([row.replica for row in report.replicas if row.committed])
-        return failed
+        return report
 
     async def _validate(self) -> None:
         """Validate what is served. A validation that fails is reported and does not stop the run."""
@@ -330,6 +337,7 @@ class TrainingLoop:
         if self._parts.failures is None:
             return
         async for record in self._parts.failures:
+            self._counters.process_failures += 1
             self._parts.events.emit(
                 "failure", {"role": record.role, "rank": record.rank, "node": record.node, "cause": record.cause}
             )

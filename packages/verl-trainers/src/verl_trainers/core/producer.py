@@ -18,11 +18,14 @@ from verl_contracts.errors import ActorFailed, RunFailed, WaitTimeout
 from verl_contracts.samples import GroupRequest, GroupUid
 from verl_contracts.training import DropReason
 from verl_contracts.waits import bounded
+from verl_trainers.core.metrics import ADMITTED, DISCARDED_TOKENS, DROPPED, INFRASTRUCTURE, STALE, UNUSABLE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from verl_contracts.clock import Clock
     from verl_contracts.events import EventSink
-    from verl_contracts.samples import GroupResult, Prompt
+    from verl_contracts.samples import GroupResult, Prompt, SampleResult
     from verl_contracts.tokens import SamplingParams
     from verl_contracts.training import AdmissionPolicy, DataSource, ExperienceStore
 
@@ -94,7 +97,7 @@ class GroupProducer:
         self._exhausted = False
         self._version = 0
         self.counts: Counter[str] = Counter()
-        """admitted, finished, unusable, dropped, and ``dropped: REASON``."""
+        """Groups admitted, finished, unusable, dropped, ``dropped: REASON``; ``samples: OUTCOME``; discarded tokens."""
         self.rejects: list[Reject] = []
         """Groups that were given up, with the reason."""
 
@@ -158,7 +161,7 @@ class GroupProducer:
     def _start(self, prompt: Prompt, attempt: int) -> None:
         uid = GroupUid(epoch=prompt.epoch, row=prompt.row, attempt=attempt)
         self._admission.admit(uid)
-        self.counts["admitted"] += 1
+        self.counts[ADMITTED] += 1
         self._events.emit("group.admitted", {"uid": str(uid), "step": self._admission.step, "version": self._version})
         task = asyncio.get_running_loop().create_task(self._play(uid, prompt), name=f"group {uid}")
         self._tasks[uid] = task
@@ -185,7 +188,7 @@ class GroupProducer:
             )
         except (ActorFailed, WaitTimeout) as exc:
             reason = f"infrastructure: {str(exc).splitlines()[0]}"
-            self._drop(uid, reason)
+            self._drop(uid, INFRASTRUCTURE, reason)
             if uid.attempt + 1 >= self._rules.max_attempts:
                 raise RunFailed(f"group {uid} failed {uid.attempt + 1} times; last: {exc}") from exc
             _log.warning("group %s is played again: %s", uid, reason)
@@ -214,15 +217,22 @@ class GroupProducer:
                 "outcomes": dict(Counter(str(sample.outcome) for sample in result.samples)),
             },
         )
+        self.counts.update(f"samples: {sample.outcome}" for sample in result.samples)
         if reason is not None or oldest is None:
+            self._discard_tokens(result.samples)
             self._reject(uid, reason or "nothing to train on")
             return
         if not self._admission.finish(uid, oldest_version=oldest):
-            self._drop(uid, "stale")
+            self._discard_tokens(result.samples)
+            self._drop(uid, STALE, "stale")
             self.fill(self._version)
             return
+        self._discard_tokens(sample for sample in result.samples if sample not in result.scored)
         self._store.put(result)
         self._changed.set()
+
+    def _discard_tokens(self, samples: Iterable[SampleResult]) -> None:
+        self.counts[DISCARDED_TOKENS] += sum(sample.num_trained for sample in samples)
 
     def _unusable(self, result: GroupResult) -> str | None:
         bad = [sample for sample in result.samples if sample not in result.scored]
@@ -237,7 +247,7 @@ class GroupProducer:
 
     def _reject(self, uid: GroupUid, reason: str) -> None:
         self.counts["unusable"] += 1
-        self._drop(uid, reason)
+        self._drop(uid, UNUSABLE, reason)
         finished, unusable = self.counts["finished"], self.counts["unusable"]
         if finished >= self._min_ratio_groups and unusable > self._rules.max_unusable_ratio * finished:
             raise RunFailed(
@@ -246,10 +256,11 @@ class GroupProducer:
             )
         self.fill(self._version)
 
-    def _drop(self, uid: GroupUid, reason: str) -> None:
+    def _drop(self, uid: GroupUid, kind: str, reason: str) -> None:
         self._admission.drop(uid, DropReason(reason))
         self._store.discard(uid)
-        self.counts["dropped"] += 1
+        self.counts[DROPPED] += 1
+        self.counts[f"{DROPPED}: {kind}"] += 1
         self.rejects.append(Reject(uid=uid, reason=reason))
         self._events.emit("group.dropped", {"uid": str(uid), "reason": reason})
         _log.warning("group %s was dropped: %s", uid, reason)

@@ -48,6 +48,7 @@ _log = logging.getLogger(__name__)
 
 _GAP = "rollout/logprob_diff"
 _CURRENT_GAP = "rollout/logprob_diff_same_version"
+_LARGEST_GAP = "rollout/logprob_diff_max"
 
 MISMATCH_WARNING = 0.1
 """Mean gap between log-probs from replicas and from here, at equal weights, above which a step warns.
@@ -155,8 +156,9 @@ class FsdpEngine:
             Metric(name="actor/lr", value=rate, reduce="last"),
             Metric(name="actor/skipped_updates", value=asked - applied, reduce="sum"),
             Metric(name="actor/zero_advantage_rows", value=sum(u.zero_rows for u in updates), reduce="sum"),
-            Metric(name="critic/score/mean", value=float(np.mean([s.row.score for s in samples]))),
-            Metric(name="response_length/mean", value=float(rows.trained.sum()) / len(samples)),
+            Metric(
+                name="advantage/zero_groups", value=sum(u.zero_groups for u in updates) / sum(u.groups for u in updates)
+            ),
         ]
         self._warn_of_mismatch(metrics, context)
         return StepResult(
@@ -216,7 +218,7 @@ class FsdpEngine:
         return out
 
     def _backward(self, micro: MicroBatch, update: Update, inputs: _StepInputs) -> dict[str, torch.Tensor]:
-        """Add one micro-batch to the gradients. Returns its shares of what is logged, as sums over tokens."""
+        """Add one micro-batch to the gradients. Returns its shares of what is logged: sums, and one maximum."""
         actor, mode, counts = self._settings.actor, self._loss.aggregation, update.counts
         part = cut(inputs.rows, micro, inputs.rows.trained, device=self._device)
         flat, flat_entropy = self._policy(part.ids, part.chosen)
@@ -246,15 +248,19 @@ class FsdpEngine:
             gap = (logprobs - part.take(inputs.rows.sampled_logprobs)).abs() * part.mask
             sums[_GAP] = (gap * part.take(inputs.rows.pure)).sum()
             sums[_CURRENT_GAP] = (gap * part.take(inputs.rows.current)).sum()
+            sums[_LARGEST_GAP] = (gap * part.take(inputs.rows.pure)).max()
         return sums
 
     def _reduced(self, shares: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """Add up the shares of all micro-batches and ranks: one transfer to the host for all of them."""
-        names = list(shares[0])
+        """Combine the shares of all micro-batches and ranks: one transfer to the host for all of them."""
+        names = [name for name in shares[0] if name != _LARGEST_GAP]
         total = torch.stack([torch.stack([share[name].double() for name in names]) for share in shares]).sum(dim=0)
+        largest = torch.stack([share[_LARGEST_GAP].double() for share in shares]).max()
         if self._settings.world_size > 1:
             dist.all_reduce(total)
-        return dict(zip(names, total.tolist(), strict=True))
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        values = torch.cat([total, largest.reshape(1)]).tolist()
+        return dict(zip([*names, _LARGEST_GAP], values, strict=True))
 
     def _warn_of_mismatch(self, metrics: Sequence[Metric], context: StepContext) -> None:
         for metric in metrics:
@@ -278,6 +284,9 @@ def _update_metrics(sums: Mapping[str, float], update: Update, *, first: bool) -
             tokens = update.pure_tokens if name == _GAP else update.current_tokens
             if first and tokens > 0:
                 metrics.append(Metric(name=name, value=value / tokens))
+        elif name == _LARGEST_GAP:
+            if first and update.pure_tokens > 0:
+                metrics.append(Metric(name=name, value=value, reduce="max"))
         elif update.computed_tokens > 0:
             metrics.append(Metric(name=f"actor/{name}", value=value / update.computed_tokens))
     return metrics

@@ -42,6 +42,9 @@ class Update:
     """Those of them that the present version sampled."""
     zero_rows: int
     """Rows with trained tokens and no advantage."""
+    groups: int
+    zero_groups: int
+    """Groups of which no row has an advantage."""
     micro_batches: tuple[MicroBatch, ...]
     """This rank's."""
     reference_micro_batches: tuple[MicroBatch, ...]
@@ -73,6 +76,7 @@ def plan_updates(
             raise DataError(f"groups {uids[start : start + size]} have no token to train on")
         active = np.flatnonzero(chosen & needed)
         mask = rows.mask[active]
+        groups = min(size, len(uids) - start)
         budget = actor.ppo_max_token_len_per_gpu
         plan = plan_micro_batches(active, rows.lengths, budget=budget, ranks=ranks)
         reference = plan_micro_batches(active, rows.lengths, budget=reference_budget or budget, ranks=ranks)
@@ -83,6 +87,8 @@ def plan_updates(
                 pure_tokens=float((mask * rows.pure[active]).sum()),
                 current_tokens=float((mask * rows.current[active]).sum()),
                 zero_rows=int((chosen & zero).sum()),
+                groups=groups,
+                zero_groups=groups - len(np.unique(group[chosen & trainable & ~zero])),
                 micro_batches=plan[rank],
                 reference_micro_batches=reference[rank],
             )
