@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING
 import pytest
 from cli_cases import STANDINS
 
+from verl_trainers import __version__
 from verl_trainers.cli import main
 from verl_trainers.commands.interrupts import Interrupts
+from verl_trainers.config.load import load_config
 from verl_trainers.recipes import toy
+from verl_trainers.recipes.catalog import RECIPES, recipes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,11 +76,45 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert min(seconds) < 0.5
 
 
-def test_recipes_and_plugins_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_listed_and_printed_to_be_copied(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["recipes"]) == 0
-    assert "quickstart" in capsys.readouterr().out
-    assert main(["plugins"]) == 0
-    assert "verl_trainers.rewards.builtin:CopyReward" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    for recipe in recipes():
+        for words in (recipe.name, recipe.what.split()[0], f"last run: {recipe.last_run.split()[0]}"):
+            assert words in listed
+    assert main(["recipes", "show", "quickstart"]) == 0
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(capsys.readouterr().out)
+    assert load_config(mine, run_dir="/runs/1") == load_config(RECIPES / "quickstart.yaml", run_dir="/runs/1")
+    assert main(["recipes", "show", "mine"]) == 2
+    assert "quickstart" in capsys.readouterr().err
+
+
+def test_plugins_are_listed_with_what_offers_them_and_whether_they_can_be_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "outside-0.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 0.3\n")
+    offered = "broken = outside_broken:Reward\nwrong = outside_wrong:Reward\n"
+    (info / "entry_points.txt").write_text(f"[verl_contracts.reward_functions]\n{offered}")
+    (tmp_path / "outside_broken.py").write_text("import a_missing_library\n")
+    (tmp_path / "outside_wrong.py").write_text("class Reward:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["plugins", "--family", "reward function"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split("  ")[0] for line in lines[1:]} == {"reward function"}
+    (copy,) = [line for line in lines if "verl_trainers.rewards.builtin:CopyReward" in line]
+    assert copy.endswith("can be used")
+    assert f"verl-trainers {__version__}" in copy
+    (broken,) = [line for line in lines if "outside_broken:Reward" in line]
+    assert "outside 0.3" in broken
+    assert "needs module 'a_missing_library', which is not installed" in broken
+    (wrong,) = [line for line in lines if "outside_wrong:Reward" in line]
+    assert "does not meet the contract RewardFunction" in wrong
+    assert main(["plugins", "--family", "rewards"]) == 2
+    assert "reward function" in capsys.readouterr().err
 
 
 def test_an_unknown_recipe_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +132,8 @@ def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
 def test_check_says_how_the_data_end_and_leaves_nothing(
     capsys: pytest.CaptureFixture[str], prepared: Path, tmp_path: Path
 ) -> None:
-    overrides = from_files(prepared, "data.train_batch_size=4", "trainer.total_training_steps=null")
+    short = ["data.train_batch_size=4", "trainer.total_training_steps=null"]
+    overrides = from_files(prepared, *short, "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
     assert main(["check", "quickstart", "--out", str(tmp_path / "run"), *overrides]) == 0
     out = capsys.readouterr().out
     assert "2 full steps" in out

@@ -1,7 +1,8 @@
 """The command `verl-train`: picks one of `commands`, and gives the process its exit code.
 
-Exit codes: 0 finished; 1 the run failed, with the first cause first; 2 the configuration or the data cannot be used,
-one line per mistake; 130 interrupted. Nothing heavy is imported before the arguments are known to be right.
+Exit codes: 0 finished; 1 the run failed, with the first cause first, or something must be fixed; 2 the configuration or
+the data cannot be used, one line per mistake; 3 a conversion left something out; 130 interrupted. Nothing heavy is
+imported before the arguments are known to be right.
 """
 
 # ruff: noqa: T201  a command prints
@@ -20,6 +21,7 @@ from verl_trainers import __version__
 from verl_trainers.commands import check, doctor, plugins, recipes, run
 from verl_trainers.commands.arguments import FAILED, INTERRUPTED, REFUSED
 from verl_trainers.commands.interrupts import ignore_interrupts
+from verl_trainers.convert import command as convert
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +43,14 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: Mapping[str, Command] = {"run": run, "check": check, "recipes": recipes, "plugins": plugins, "doctor": doctor}
+COMMANDS: Mapping[str, Command] = {
+    "run": run,
+    "check": check,
+    "recipes": recipes,
+    "plugins": plugins,
+    "convert": convert,
+    "doctor": doctor,
+}
 
 
 class _Exit:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from verl_trainers.commands.arguments import Subparsers
     from verl_trainers.doctor.report import Diagnosis
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "render_diagnosis", "run"]
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -37,11 +37,12 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"fine": not found.must_fix, **dataclasses.asdict(found)}, indent=2))
     else:
-        print("\n".join(_lines(found)))
+        print("\n".join(render_diagnosis(found)))
     return FAILED if found.must_fix else FINE
 
 
-def _lines(found: Diagnosis) -> list[str]:
+def render_diagnosis(found: Diagnosis) -> list[str]:
+    """Return what was found as lines: three tables, what must be fixed, and what is worth knowing."""
     software = [(row.name, row.found or "-", row.needed or "any", row.state) for row in found.software]
     contracts = [(row.family, row.version, ", ".join(row.usable) or "none") for row in found.contracts]
     lines = [
