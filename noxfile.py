@@ -82,7 +82,12 @@ PACKAGES = (
         folder="packages/verl-ckpt-engine",
         absent=("ray", "vllm", "transformers", "omegaconf", "nixl_cu13", "mooncake"),
     ),
-    Package(name="trainers", folder="packages/verl-trainers", absent=("ray", "vllm")),
+    Package(
+        name="trainers",
+        folder="packages/verl-trainers",
+        extras=("reasoning",),
+        absent=("ray", "vllm", "tensorboard", "wandb", "mlflow", "reasoning_gym"),
+    ),
 )
 
 TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout")
@@ -207,6 +212,15 @@ def tests_contracts_torch(session: nox.Session) -> None:
     session.run(full(session), "-m", "pytest", *paths, *session.posargs)
 
 
+@nox.session(name="tests-trainers-trackers")
+def tests_trainers_trackers(session: nox.Session) -> None:
+    """Those of the trainers' tests that need tensorboard, wandb and mlflow, which tests-trainers has none of."""
+    requirements = ("./contracts[testing]", "./packages/verl-trainers[tensorboard,wandb,mlflow]")
+    python = environment(session, "tests-trainers-trackers", *requirements, *TEST_TOOLS)
+    path = "packages/verl-trainers/tests/test_tracking_libraries.py"
+    session.run(python, "-m", "pytest", "-m", "trackers", path, *session.posargs)
+
+
 def conformance(session: nox.Session, package: Package) -> None:
     """Only those of its tests that are suites of the conformance kit."""
     python = test_environment(session, package)
@@ -285,6 +299,7 @@ nox.options.sessions = [
     "side_by_side",
     *(f"tests-{package.name}" for package in PACKAGES),
     "tests-contracts-torch",
+    "tests-trainers-trackers",
     "integration",
     "quickstart",
 ]

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_cases import STANDINS
 from transformers import AutoModelForCausalLM
 
+from verl_contracts.errors import ConfigError
 from verl_trainers.config.check import check_relations
 from verl_trainers.config.load import load_config, resolve_config
 from verl_trainers.data.rows import read_rows
+from verl_trainers.data.source import PromptSource
 from verl_trainers.recipes import arithmetic, toy
-from verl_trainers.recipes.catalog import RECIPES
+from verl_trainers.recipes.catalog import RECIPES, read_recipe, recipe_names
 from verl_trainers.rewards.decode import load_decoder
-from verl_trainers.run import open_data
+from verl_trainers.run import open_run
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +31,38 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["quickstart", "smollm2_arithmetic"])
+@pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_breaks_no_rule(name: str) -> None:
     assert check_relations(load_config(RECIPES / f"{name}.yaml", run_dir="/runs/1")) == []
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_passes_every_check_that_needs_no_device(
+    name: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("VERL_SMOLLM2", "VERL_QWEN"):
+        monkeypatch.setenv(variable, str(run_dir / "prepared/model"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))  # a machine that is large enough
+    standins = [text for text in STANDINS if not text.startswith(("trainer.mode", "async_training"))]
+    resolved = resolve_config(RECIPES / f"{name}.yaml", standins, run_dir=str(run_dir))
+    wanted = load_config(RECIPES / f"{name}.yaml", run_dir=str(run_dir))
+    assert resolved.config.trainer == replace(wanted.trainer, device="cpu")
+    assert resolved.config.async_training == wanted.async_training
+    assert resolved.plugins.reward is not None
+    assert resolved.plan.placement.trainer_devices == wanted.trainer.n_gpus_per_node
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_head_of_a_recipe_says_what_it_is_and_when_it_last_ran(name: str) -> None:
+    recipe = read_recipe(RECIPES / f"{name}.yaml")
+    assert recipe.last_run == "never" or re.match(r"\d{4}-\d{2}-\d{2} on .+, torch \d", recipe.last_run)
+
+
+def test_a_recipe_whose_head_leaves_something_out_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("# what: mine\n# last run: never\ndata: {}\n# needs: too late\n")
+    with pytest.raises(ConfigError, match="lack `# needs: …`"):
+        read_recipe(path)
 
 
 def test_quickstart_passes_every_check_before_it_is_prepared(tmp_path: Path) -> None:
@@ -39,10 +73,11 @@ def test_quickstart_passes_every_check_before_it_is_prepared(tmp_path: Path) -> 
 
 
 def test_quickstart_prepares_what_it_reads(run_dir: Path) -> None:
-    config = load_config(RECIPES / "quickstart.yaml", run_dir=str(run_dir))
-    data = open_data(config)
+    resolved = resolve_config(RECIPES / "quickstart.yaml", STANDINS, run_dir=str(run_dir))
+    config, data = resolved.config, open_run(resolved)
     assert data.steps.steps == config.trainer.total_training_steps
     assert len(data.validation) == toy.HELD_OUT
+    assert isinstance(data.train, PromptSource)
     assert data.train.num_rows == 10_000 - toy.HELD_OUT
     assert data.stop_token_ids == (11,)
     held_out = {prompt.prompt_ids for prompt in data.validation}
