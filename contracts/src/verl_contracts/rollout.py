@@ -213,6 +213,8 @@ class RolloutSettings:
     """Replicas to create when no grant is given; with a grant, one per `devices_per_replica` bundles."""
     devices_per_replica: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What an engine that runs on either computes on; `auto` is a GPU where its process sees one."""
     max_model_len: int = 2048
     """Most tokens of prompt and response together."""
     max_num_seqs: int = 64

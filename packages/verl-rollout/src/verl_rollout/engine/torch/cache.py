@@ -33,14 +33,30 @@ class KVCache:
     """
 
     def __init__(
-        self, *, layers: int, slots: int, heads: int, head_dim: int, dtype: torch.dtype, max_length: int
+        self,
+        *,
+        layers: int,
+        slots: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int,
     ) -> None:
         self.max_length = max_length
         self.scratch = slots
-        self.data = torch.zeros(layers, 2, slots + 1, heads, min(_FIRST_LENGTH, max_length), head_dim, dtype=dtype)
-        self.zero = torch.zeros((), dtype=dtype)
-        self.minus_infinity = torch.full((), -torch.inf, dtype=dtype)
-        self._count()
+        self.zero = torch.zeros((), dtype=dtype, device=device)
+        self.minus_infinity = torch.full_like(self.zero, -torch.inf)
+        self._hold(
+            torch.zeros(
+                (layers, 2, slots + 1, heads, min(_FIRST_LENGTH, max_length), head_dim), dtype=dtype, device=device
+            )
+        )
+
+    def _hold(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.indices = torch.arange(max(data.shape[2], data.shape[4]), device=data.device)
+        """0, 1, …: as many as there are slots or positions, whichever are more."""
 
     @property
     def length(self) -> int:
@@ -57,14 +73,9 @@ class KVCache:
             new *= 2
         shape = list(self.data.shape)
         shape[4] = max(length, min(new, self.max_length))
-        data = torch.zeros(shape, dtype=self.data.dtype)
+        data = self.data.new_zeros(shape)
         data[:, :, :, :, :old] = self.data
-        self.data = data
-        self._count()
-
-    def _count(self) -> None:
-        self.indices = torch.arange(max(self.data.shape[2], self.length))
-        """0, 1, …: as many as there are slots or positions, whichever are more."""
+        self._hold(data)
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of one slot to others."""
@@ -162,7 +173,8 @@ class Prefill:
         self._slots = slots
         self._start = start
         self._end = start + tokens
-        seen = torch.arange(self._end) <= torch.arange(start, self._end)[:, None]
+        positions = cache.indices[: self._end]
+        seen = positions <= positions[start:, None]
         self._mask = seen[None, None] if start else None
 
     def attend(

@@ -215,7 +215,7 @@ class Decoder:
         """Run the model over the active rows and choose: [count] ids and log-probs."""
         width = self._width if self._fixed else count
         tokens, positions = self._rows.inputs(width)
-        place = torch.from_numpy(positions)
+        ids, place = self._put(tokens), self._put(positions)
         needed = int(positions[:count].max()) + 1
         self._cache.ensure(needed)
         if self._fixed:
@@ -223,16 +223,20 @@ class Decoder:
             step: Decode = BlockDecode(self._cache, place, length=length, block=_FIXED_TOKENS)
         else:
             step = Decode(self._cache, place, length=min(_round_up(needed, _ALIGN), self._cache.length))
-        logits = self._forward.logits(torch.from_numpy(tokens)[:, None], place[:, None], step)
-        temperature, top_p, top_k = self._rows.sampling(width)
-        ids, logprobs = choose(
-            logits.float(),
-            self._rows.randoms(width),
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
+        logits = self._forward.logits(ids[:, None], place[:, None], step)
+        temperature, top_p, top_k = (
+            None if values is None else self._put(values) for values in self._rows.sampling(width)
         )
-        return ids.numpy()[:count], logprobs.numpy()[:count]
+        chosen, logprobs = choose(
+            logits.float(), self._put(self._rows.randoms(width)), temperature=temperature, top_p=top_p, top_k=top_k
+        )
+        # One copy, since each waits for the device; float64 holds ids and float32 exactly.
+        both = torch.stack([chosen.double(), logprobs.double()]).cpu().numpy()[:, :count]
+        return both[0].astype(np.int64), both[1].astype(np.float32)
+
+    def _put(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        """Return `values` on the device; on the CPU they share memory, and must not change before they are used."""
+        return torch.from_numpy(values).to(self._shape.device, non_blocking=True)
 
     def _fill(self) -> None:
         """Compute or copy the prefixes of jobs whose slots are empty, each distinct prefix once."""
@@ -288,11 +292,13 @@ class Decoder:
         for index, (row, prefix) in enumerate(group):
             tokens[index, : len(prefix)] = prefix
             slots[index] = row
+        # What lies beyond a sequence is junk, at whatever position.
+        positions = self._cache.indices[:padded].clamp(max=self._settings.max_model_len - 1).expand(count, padded)
+        ids, places = self._put(tokens), self._put(slots)
         for start in range(0, padded, chunk):
+            part = slice(start, start + chunk)
             self._forward.fill(
-                torch.from_numpy(tokens[:, start : start + chunk]),
-                torch.arange(start, start + chunk).clamp_(max=self._settings.max_model_len - 1).expand(count, chunk),
-                Prefill(self._cache, torch.from_numpy(slots), start=start, tokens=chunk),
+                ids[:, part], positions[:, part], Prefill(self._cache, places, start=start, tokens=chunk)
             )
 
     def _diverged(self, job: Job) -> StateError:

@@ -11,6 +11,7 @@ asked for. What is asked in one tick of the loop arrives together, so that a bur
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 import time
@@ -47,6 +48,8 @@ _CONTROL_LIMIT_S = 60.0
 """Longest that a control call may wait for the iteration that is running."""
 _IDLE_S = 1.0
 """Longest that the idle thread sleeps before it looks again."""
+_JOIN_LIMIT_S = 60.0
+"""Longest that closing waits for the iteration that is running."""
 
 
 class TorchEngine:
@@ -80,6 +83,8 @@ class TorchEngine:
         self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"engine-{replica_id}", daemon=True)
         self._thread.start()
+        # A thread that still computes when the interpreter goes away takes the process down with an abort.
+        atexit.register(self._halt)
 
     @classmethod
     def create(cls, settings: RolloutSettings, /, *, replica_id: str, clock: Clock) -> Self:
@@ -174,10 +179,19 @@ class TorchEngine:
         await self._ask(self._wake, "wake")
 
     async def close(self) -> None:
-        """Stop the thread; requests in flight fail with `StateError`."""
-        if self._thread.is_alive() and not self._closing and self._error is None:
-            await self._ask(self._close, "close")
+        """Stop the thread and wait for its end; requests in flight fail with `StateError`."""
+        await asyncio.to_thread(self._halt)  # wait: `_halt` has a limit
+        atexit.unregister(self._halt)
         self._answers.fail_all(StateError(f"replica {self._replica_id} was closed"))
+        if self._thread.is_alive():
+            raise WaitTimeout("the end of the compute thread", self._replica_id, _JOIN_LIMIT_S)
+
+    def _halt(self) -> None:
+        """Let the thread end after the iteration that is running, and wait for that within the limit."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(_JOIN_LIMIT_S)
 
     def _check(self, request: GenerationRequest) -> None:
         """Refuse what can never be served, or not now."""
@@ -271,7 +285,7 @@ class TorchEngine:
     def _take(self) -> list[Callable[[], None]]:
         """Return the commands that came in; wait for one while there is nothing to decode."""
         with self._changed:
-            if not self._inbox and not self._has_work():
+            if not self._inbox and not self._closing and not self._has_work():
                 self._changed.wait(_IDLE_S)
             commands, self._inbox = self._inbox, []
         return commands
@@ -372,9 +386,6 @@ class TorchEngine:
         allocate(self._model, self._sleeping)
         self._decoder.allocate()
         self._sleeping = None
-
-    def _close(self) -> None:
-        self._closing = True
 
 
 if TYPE_CHECKING:

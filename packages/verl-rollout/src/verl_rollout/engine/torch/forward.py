@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
@@ -117,6 +117,46 @@ class _Layer:
     down_bias: torch.Tensor | None
 
 
+class _Norm(Protocol):
+    weight: nn.Parameter
+
+
+class _Attention(Protocol):
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    scaling: float
+
+
+class _NormedAttention(_Attention, Protocol):
+    q_norm: _Norm
+    k_norm: _Norm
+
+
+class _Mlp(Protocol):
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+    act_fn: Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Block(Protocol):
+    input_layernorm: _Norm
+    self_attn: _Attention | _NormedAttention
+    post_attention_layernorm: _Norm
+    mlp: _Mlp
+
+
+class _Base(Protocol):
+    """What the plain classes call their parts."""
+
+    embed_tokens: nn.Embedding
+    layers: Sequence[_Block]
+    norm: _Norm
+    rotary_emb: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
 class PlainForward:
     """Llama and those like it: norm, attention with rotary positions, norm, gated MLP, each with a residual.
 
@@ -126,14 +166,15 @@ class PlainForward:
 
     def __init__(self, model: PreTrainedModel, *, max_length: int) -> None:
         config = model.config
-        self._model = model
+        base = cast("_Base", model.base_model)
+        self._base = base
+        self._head = cast("nn.Linear", model.get_submodule("lm_head"))
         self._heads: int = config.num_attention_heads
         self._key_heads: int = config.num_key_value_heads
         self._eps: float = config.rms_norm_eps
-        self._activation: Callable[[torch.Tensor], torch.Tensor] = model.base_model.layers[0].mlp.act_fn
-        self._scaling: float = model.base_model.layers[0].self_attn.scaling
+        self._activation = base.layers[0].mlp.act_fn
+        self._scaling = base.layers[0].self_attn.scaling
         self._layers: list[_Layer] = []
-        base = model.base_model
         weight = base.norm.weight
         cos, sin = base.rotary_emb(weight.new_zeros(1), torch.arange(max_length, device=weight.device)[None])
         half = cos.shape[-1] // 2
@@ -145,7 +186,7 @@ class PlainForward:
         """Join what is multiplied with the same input."""
         self._layers.clear()
         with torch.inference_mode(mode=False):
-            for layer in self._model.base_model.layers:
+            for layer in self._base.layers:
                 attention, mlp = layer.self_attn, layer.mlp
                 qkv, qkv_bias = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
                 gate_up, gate_up_bias = _joined([mlp.gate_proj, mlp.up_proj])
@@ -177,15 +218,14 @@ class PlainForward:
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, step: Pass) -> torch.Tensor:
         """Return the logits after each row's last token."""
         last = self._hidden(ids, positions, step)[:, -1]
-        head = self._model.lm_head
-        return linear(self._norm(last, self._model.base_model.norm.weight), head.weight, head.bias)
+        return linear(self._norm(last, self._base.norm.weight), self._head.weight, self._head.bias)
 
     def _norm(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(values, weight.shape, weight, self._eps)
 
     def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: Pass) -> torch.Tensor:
         """Return what the last layer makes of each token, [n, T, hidden]."""
-        hidden = embedding(ids, self._model.base_model.embed_tokens.weight)
+        hidden = embedding(ids, self._base.embed_tokens.weight)
         cos, sin = self._cos[positions], self._sin[positions]
         shape = (*ids.shape, -1, self._head_dim)
         rotated = self._heads + self._key_heads
@@ -193,7 +233,7 @@ class PlainForward:
             heads = linear(self._norm(hidden, layer.before_attention), layer.qkv, layer.qkv_bias).view(shape)
             turned = heads[:, :, :rotated]
             if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = turned.split([self._heads, self._key_heads], dim=2)
+                query, key = turned.tensor_split([self._heads], dim=2)
                 turned = torch.cat([self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)], dim=2)
             turned = torch.addcmul(turned * cos, turned.roll(self._head_dim // 2, -1), sin).transpose(1, 2)
             mixed = step.attend(
@@ -216,9 +256,9 @@ def _joined(parts: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | No
     return weight, _merged(biases) if biases else None
 
 
-def _merged(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def _merged(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     whole = torch.cat([parameter.data for parameter in parameters])
-    pieces = whole.split([len(parameter) for parameter in parameters])
+    pieces = torch.split(whole, [len(parameter) for parameter in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
         parameter.data = piece
     return whole

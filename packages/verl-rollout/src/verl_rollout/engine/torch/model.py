@@ -34,6 +34,8 @@ class Shape:
     """Key and value heads."""
     head_dim: int
     vocab_size: int
+    device: torch.device
+    """Where the parameters are, and the cache belongs."""
     row_unit: int
     """In deterministic mode the rows of a pass are a multiple of this. See `_VECTOR`."""
 
@@ -45,6 +47,7 @@ class Shape:
             heads=self.heads,
             head_dim=self.head_dim,
             dtype=dtype,
+            device=self.device,
             max_length=max_length,
         )
 
@@ -52,8 +55,9 @@ class Shape:
 def build_model(settings: RolloutSettings) -> tuple[PreTrainedModel, Shape]:
     """Return the model of `settings.model_path` with empty parameters, and its shape. Draws no random numbers.
 
-    Raises `ConfigError` for a model whose attention the engine cannot serve.
+    Raises `ConfigError` for a model whose attention the engine cannot serve, and for a device that is not there.
     """
+    device = _device(settings)
     try:
         config = AutoConfig.from_pretrained(settings.model_path)
     except (OSError, ValueError) as exc:
@@ -72,7 +76,7 @@ def build_model(settings: RolloutSettings) -> tuple[PreTrainedModel, Shape]:
         raise ConfigError(f"{type(model).__name__} does not take an attention of ours; take vllm for this model")
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, settings.dtype))
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     model.tie_weights()
     for module in model.modules():
         if next(module.buffers(recurse=False), None) is not None:
@@ -85,17 +89,30 @@ def build_model(settings: RolloutSettings) -> tuple[PreTrainedModel, Shape]:
         heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=head_dim,
         vocab_size=config.vocab_size,
+        device=device,
         row_unit=_VECTOR // math.gcd(_VECTOR, *sizes),
     )
     _log.info("built %s with %d parameters, empty", type(model).__name__, model.num_parameters())
     return model, shape
 
 
+def _device(settings: RolloutSettings) -> torch.device:
+    """Return the device that `settings` mean in this process."""
+    if settings.deterministic and settings.device == "cuda":
+        raise ConfigError("deterministic=true needs device=cpu: on cuda no order of summation is fixed")
+    found = torch.cuda.is_available()
+    if settings.device == "cuda" and not found:
+        raise ConfigError("device is cuda, and torch sees no GPU in this process; give its bundle GPUs, or set cpu")
+    return torch.device("cuda" if found and settings.device != "cpu" and not settings.deterministic else "cpu")
+
+
 def release(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Free every parameter's memory; return what `allocate` needs to bring it back."""
+    """Give every parameter's memory back, to the device too; return what `allocate` needs to bring it back."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        torch.cuda.empty_cache()
     return shapes
 
 
@@ -103,4 +120,4 @@ def allocate(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
     """Give every parameter memory again, with undefined values. Tied parameters stay tied."""
     with torch.inference_mode(mode=False):
         for name, parameter in model.named_parameters():
-            parameter.data = torch.empty(shapes[name], dtype=parameter.dtype)
+            parameter.data = torch.empty(shapes[name], dtype=parameter.dtype, device=parameter.device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from verl_rollout.engine.torch.sampling import uniforms
 
@@ -87,18 +86,20 @@ class Rows:
         position = self.position[:width]
         return self.tokens[self._all[:width], position], position
 
-    def randoms(self, width: int) -> torch.Tensor:
-        """Return the uniform numbers for the next tokens, [width] float32."""
-        return torch.from_numpy(uniforms(self._stream[:width], self.position[:width] + 1 - self._turn_start[:width]))
+    def randoms(self, width: int) -> npt.NDArray[np.float32]:
+        """Return the uniform numbers for the next tokens, [width]."""
+        return uniforms(self._stream[:width], self.position[:width] + 1 - self._turn_start[:width])
 
-    def sampling(self, width: int) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def sampling(
+        self, width: int
+    ) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32] | None, npt.NDArray[np.int64] | None]:
         """Return temperature, top_p and top_k, [width] each; None where they would change nothing."""
         temperature, top_p, top_k = self._temperature[:width], self._top_p[:width], self._top_k[:width]
         truncated = bool((top_p < 1).any() or top_k.any())
         return (
-            torch.from_numpy(temperature) if bool((temperature != 1).any()) else None,
-            torch.from_numpy(top_p) if truncated else None,
-            torch.from_numpy(top_k) if truncated else None,
+            temperature if bool((temperature != 1).any()) else None,
+            top_p if truncated else None,
+            top_k if truncated else None,
         )
 
     def advance(

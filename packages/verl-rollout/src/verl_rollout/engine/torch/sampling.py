@@ -24,6 +24,10 @@ _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint6
 _LAST_SHIFT = np.uint64(31)
 _BITS = 23
 """Few enough that ``u * total < total`` holds in float32, so that the inverse CDF never runs off its end."""
+_BELOW_ONE = 1.0 - 2.0**-_BITS
+_ONE_STAGE = 1024
+"""Longest row that is summed in one go."""
+_BLOCK = 256
 
 
 def stream_of(seed: int, key: SampleKey) -> int:
@@ -61,13 +65,44 @@ def choose(
         logits = logits / torch.where(greedy, 1.0, temperature)[:, None]
     if top_p is not None and top_k is not None:
         logits = _truncated(logits, top_p, top_k, greedy)
-    logprobs = torch.log_softmax(logits, dim=-1)
-    cdf = logits.softmax(dim=-1).cumsum_(dim=-1)
-    ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
-    ids.clamp_(max=logits.shape[1] - 1)
+    probabilities = logits.softmax(dim=-1)
+    ids = _draw(probabilities, u)
     if greedy is not None and bool(greedy.any()):
-        ids = torch.where(greedy[:, None], logits.argmax(dim=-1, keepdim=True), ids)
-    return ids[:, 0], logprobs.gather(1, ids)[:, 0]
+        ids = torch.where(greedy, logits.argmax(dim=-1), ids)
+    return ids, probabilities.gather(1, ids[:, None])[:, 0].log_()
+
+
+def _draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Return for each row of `weights` [n, V] the index at which the share `u` of its sum is passed, [n] int64.
+
+    A long row is summed in blocks first, and only the block that is hit is looked into: a running sum over a whole
+    vocabulary would cost more than its softmax.
+    """
+    size = weights.shape[1]
+    if size <= _ONE_STAGE:
+        return _hit(weights, u)[0]
+    whole = size - size % _BLOCK
+    sums = weights[:, :whole].view(len(weights), -1, _BLOCK).sum(dim=-1)
+    if whole < size:
+        sums = torch.cat([sums, weights[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
+    block, inside = _hit(sums, u)
+    places = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    chances = weights.gather(1, places.clamp(max=size - 1)).masked_fill_(places >= size, 0.0)
+    return block * _BLOCK + _hit(chances, inside)[0]
+
+
+def _hit(weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where the share `u` of each row's sum is passed, and how far into that weight it lies, in [0, 1).
+
+    Sums are float64: one that is made in parallel grows by its rounding also where a weight is 0, and there no share
+    must ever fall.
+    """
+    running = weights.cumsum(dim=-1, dtype=torch.float64)
+    goal = u[:, None] * running[:, -1:]
+    index = torch.searchsorted(running, goal, right=True).clamp_(max=weights.shape[1] - 1)
+    weight = weights.gather(1, index)
+    inside = (goal - running.gather(1, index) + weight) / weight
+    return index[:, 0], inside[:, 0].clamp_(0.0, _BELOW_ONE)
 
 
 def _truncated(
@@ -82,7 +117,7 @@ def _truncated(
         return logits
     ranked, order = logits[rows].sort(dim=-1, descending=True, stable=True)
     k = top_k[rows][:, None]
-    beyond_k = (k > 0) & (torch.arange(logits.shape[1]) >= k)
+    beyond_k = (k > 0) & (torch.arange(logits.shape[1], device=logits.device) >= k)
     ranked = ranked.masked_fill(beyond_k, -torch.inf)
     mass = ranked.softmax(dim=-1)
     before = mass.cumsum(dim=-1) - mass
