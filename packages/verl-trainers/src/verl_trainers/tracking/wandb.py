@@ -98,13 +98,17 @@ class WandbTracker:
             self._run.log(dict(metrics), step=step)
 
     def close(self, end: RunEnd, /) -> None:
-        """Add the summary, and finish the run with its outcome."""
+        """Add the summary, finish the run with its outcome, and wait until wandb's own process has written it."""
         if self._run is None:
             return
+        import wandb
+
         run, self._run = self._run, None
         error = {} if end.error is None else {"error": end.error}
         run.summary.update({**end.summary, "outcome": end.outcome, **error})
         run.finish(exit_code=EXIT_CODES[end.outcome])
+        if wandb.run is None:  # otherwise somebody else's run needs that process
+            wandb.teardown()
 
 
 if TYPE_CHECKING:
