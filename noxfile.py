@@ -91,6 +91,8 @@ PACKAGES = (
 )
 
 TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout")
+BENCH_TOOLS = ("trl==1.16.0", "gguf", "accelerate")
+"""Another trainer to compare with, and what makes a small language model. One exact version: it is a baseline."""
 CHECK_TOOLS = ("ruff", "import-linter", "hatchling", *TEST_TOOLS)
 SOURCES = [str(Path(package.folder) / "src") for package in PACKAGES]
 
@@ -166,6 +168,7 @@ def lint(session: nox.Session) -> None:
     session.run(python, "-m", "ruff", "format", "--check", "--quiet", ".")
     session.run(python, "tools/lint_waits.py", *SOURCES, "tools", "noxfile.py")
     session.run(python, "tools/lint_tree.py")
+    session.run(python, "tools/bench_table.py")
     session.run(python, "tools/lint_dependencies.py", *(package.folder for package in PACKAGES))
     session.run(python, "-m", "pytest", "tools/tests")
 
@@ -264,6 +267,16 @@ def quickstart(session: nox.Session) -> None:
     command = str(Path(python).with_name("verl-train"))
     session.run(command, "run", "quickstart", "--out", "runs/quickstart", "--overwrite", *session.posargs)
     session.run(python, "tools/check_quickstart.py", "runs/quickstart")
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """What is claimed about speed, each against a named baseline; on a quiet machine, `-- --list` shows the rows."""
+    python = environment(session, "bench", *(package.requirement for package in PACKAGES), *BENCH_TOOLS)
+    model = Path(os.environ.get("VERL_SMOLLM2", "models/smollm2"))
+    if "--list" not in session.posargs and not model.exists():
+        session.run(python, "tools/make_smollm2.py", str(model))
+    session.run(python, "-m", "bench", *session.posargs, env={"PYTHONPATH": str(ROOT / "tools")})
 
 
 @nox.session(default=False)
