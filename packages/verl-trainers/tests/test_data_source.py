@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,6 +131,28 @@ def test_stop_ids_are_those_of_tokenizer_and_model(tmp_path: Path) -> None:
         PromptTokenizer(str(tmp_path / "empty"))
 
 
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_rows_that_exhaust_the_stack_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "deep.jsonl"
+    file.write_text('{"prompt": "a", "extra_info": {"x": ' + "[" * 100_000 + "]" * 100_000 + "}}\n")
+    with pytest.raises(DataError, match=r"deep\.jsonl:1: is nested deeper than 64 levels"):
+        read_rows([str(file)], prompt_key="prompt")
+
+
+def test_numbers_that_json_has_not_are_named_in_parquet_too(tmp_path: Path) -> None:
+    file = tmp_path / "x.parquet"
+    rows = [{"prompt": "a", "reward_model": {"ground_truth": math.nan}}]
+    parquet.write_table(pa.Table.from_pylist(rows), file)
+    with pytest.raises(DataError, match=r"ground_truth is nan, which is no number in JSON"):
+        read_rows([str(file)], prompt_key="prompt")
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -144,13 +167,19 @@ def test_stop_ids_are_those_of_tokenizer_and_model(tmp_path: Path) -> None:
         ({"prompt": "a", "reward_model": "rule"}, "'reward_model' must be an object"),
         ({"prompt": "a", "extra_info": [1]}, "'extra_info' must be an object"),
         ({"prompt": "a", "data_source": 1}, "'data_source' must be text"),
+        ({"prompt": "a\ud800"}, r"the prompt holds a lone surrogate, '\ud800', at character 1"),
+        ({"prompt": [{"role": "user", "content": "\udfff"}]}, "message 0 of the prompt holds a lone surrogate"),
+        ({"prompt": "a", "extra_info": {"x": ["\ud800"]}}, "extra_info.x holds a lone surrogate"),
+        ({"prompt": "a", "reward_model": {"ground_truth": float("nan")}}, "holds NaN, which is no number in JSON"),
+        ({"prompt": "a", "extra_info": {"x": float("-inf")}}, "holds -Infinity"),
+        ({"prompt": "a", "extra_info": {"x": nested(70)}}, "nested deeper than 64 levels"),
     ],
 )
 def test_a_malformed_row_is_named_with_its_line(tmp_path: Path, row: object, words: str) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "a"}, row])
     with pytest.raises(DataError) as error:
         read_rows([file], prompt_key="prompt")
-    assert "1 malformed rows of 2" in str(error.value)
+    assert "data.train_files: 1 malformed rows of 2; correct or remove them" in str(error.value)
     assert f"{file}:2: " in str(error.value)
     assert words in str(error.value)
 

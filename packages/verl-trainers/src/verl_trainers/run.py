@@ -19,13 +19,13 @@ from verl_contracts.tracking import TrackedRun
 from verl_trainers.assembly import run_parts
 from verl_trainers.config.check import check_files
 from verl_trainers.config.dump import dump_config
-from verl_trainers.config.mistakes import config_error
+from verl_trainers.config.mistakes import Mistake, config_error
+from verl_trainers.config.placing import run_device
 from verl_trainers.config.prepare import load_prepare
-from verl_trainers.config.steps import StepCount, count_steps
+from verl_trainers.config.steps import StepCount
 from verl_trainers.data.source import PromptSource
-from verl_trainers.data.tokenizer import PromptTokenizer
-from verl_trainers.partial.replay import SavedGroups, count_saved_steps
 from verl_trainers.partial.rules import part_of
+from verl_trainers.preflight import preflight
 from verl_trainers.rewards.client import reward_spec
 from verl_trainers.rewards.decode import load_decoder
 from verl_trainers.run_folder import JsonlEvents
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from verl_contracts.samples import Prompt
     from verl_contracts.training import DataSource
     from verl_trainers.config.load import ResolvedConfig
-    from verl_trainers.config.schema import RunConfig
+    from verl_trainers.partial.replay import SavedGroups
     from verl_trainers.run_folder import RunFolder
 
-__all__ = ["RunData", "open_data", "open_run", "run_training"]
+__all__ = ["RunData", "open_run", "run_training"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,47 +63,27 @@ class RunData:
 
 
 def open_run(resolved: ResolvedConfig) -> RunData:
-    """Read and check what the part of a run that is asked for needs. Raises as `open_data` does."""
-    config = resolved.config
-    part = part_of(config)
-    if part == "train_only":
-        saved = SavedGroups.open(config)
-        steps = count_saved_steps(config, saved.num_rows, max_staleness=resolved.plan.schedule.max_staleness)
-        return RunData(train=saved, saved=saved, validation=(), steps=steps, stop_token_ids=())
-    if part == "val_only":
-        tokenizer = _tokenizer(config)
-        held_out = _held_out(config, tokenizer)
+    """Read and check what the part of a run that is asked for needs. Raises `ConfigError` with every mistake."""
+    report = preflight(resolved)
+    report.require()
+    for warning in report.warnings:
+        _log.warning("%s", warning)
+    inputs = report.inputs
+    held_out = () if inputs is None or inputs.validation is None else tuple(iter(inputs.validation.next, None))
+    if inputs is not None and part_of(resolved.config) == "val_only":
         steps = StepCount(steps=0, epochs=0, tail=0, message=f"no step; {len(held_out)} held-out prompts")
         nothing = PromptSource((), epochs=1, shuffle=False, seed=0)
-        return RunData(train=nothing, validation=held_out, steps=steps, stop_token_ids=tokenizer.stop_token_ids)
-    return open_data(config)
-
-
-def open_data(config: RunConfig) -> RunData:
-    """Read, check and tokenize all data. Raises `DataError`, or `ConfigError` when it makes no full step."""
-    data, tokenizer = config.data, _tokenizer(config)
-    epochs = config.trainer.total_epochs if config.trainer.total_training_steps is None else None
-    train = PromptSource.open(data, files=data.train_files, tokenizer=tokenizer, epochs=epochs)
-    steps = count_steps(config, train.num_rows)
+        return RunData(train=nothing, validation=held_out, steps=steps, stop_token_ids=inputs.stop_token_ids)
+    train = None if inputs is None else inputs.saved or inputs.train
+    if inputs is None or train is None or inputs.steps is None:
+        raise config_error(check_files(resolved.config) or [Mistake(key="data.train_files", text="cannot be read")])
     return RunData(
         train=train,
-        validation=_held_out(config, tokenizer),
-        steps=steps,
-        stop_token_ids=tokenizer.stop_token_ids,
+        saved=inputs.saved,
+        validation=held_out,
+        steps=inputs.steps,
+        stop_token_ids=() if inputs.saved is not None else inputs.stop_token_ids,
     )
-
-
-def _tokenizer(config: RunConfig) -> PromptTokenizer:
-    model = config.actor_rollout_ref.model
-    return PromptTokenizer(model.path, trust_remote_code=model.trust_remote_code)
-
-
-def _held_out(config: RunConfig, tokenizer: PromptTokenizer) -> tuple[Prompt, ...]:
-    data = config.data
-    if not data.val_files:
-        return ()
-    source = PromptSource.open(data, files=data.val_files, tokenizer=tokenizer, epochs=1, shuffle=False)
-    return tuple(iter(source.next, None))
 
 
 def run_training(
@@ -122,7 +102,8 @@ def run_training(
         raise config_error(missing)
     data = open_run(resolved)
     _log.info("%s", data.steps.message)
-    device = _device(config)
+    device, model = run_device(config), config.actor_rollout_ref.model
+    decode = load_decoder(model.path, trust_remote_code=model.trust_remote_code)
     derived = {"steps": data.steps.steps, "plan": resolved.plan, "device": device}
     folder.write_config(dump_config(config, derived=derived))
     clock = SystemClock()
@@ -153,7 +134,7 @@ def run_training(
                     trackers=tracking.trackers,
                     log_dir=str(folder.logs),
                     model_dir=str(folder.model),
-                    samples=SampleLog(folder.samples, decode=load_decoder(config.actor_rollout_ref.model.path)),
+                    samples=SampleLog(folder.samples, decode=decode),
                     saved=data.saved,
                     rollouts=folder.rollouts if part_of(config) == "rollout_only" else None,
                 )
@@ -170,11 +151,3 @@ def run_training(
     summary["trackers"] = tracking.reports()
     folder.write_summary(summary)
     return summary
-
-
-def _device(config: RunConfig) -> str:
-    if config.trainer.device != "auto":
-        return config.trainer.device
-    import torch  # here, because importing it takes a second
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from verl_contracts.agents import AgentSettings
 from verl_contracts.clock import Deadline, SystemClock
-from verl_contracts.rollout import RolloutSettings
 from verl_contracts.runtime import Bundle, PlacementRequest
 from verl_contracts.weights import CheckpointSettings
+from verl_trainers.config.placing import build_rollout_settings
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -139,23 +139,8 @@ class Starter:
 
     async def _servers(self, grant: DeviceGrant | None) -> LLMServerManager:
         resolved = self.inputs.resolved
-        config, rollout = resolved.config, resolved.config.actor_rollout_ref.rollout
         servers = await resolved.plugins.llm_server_manager.create(
-            RolloutSettings(
-                model_path=config.actor_rollout_ref.model.path,
-                engine=rollout.name,
-                num_replicas=max(1, resolved.plan.placement.standalone_devices // rollout.tensor_model_parallel_size),
-                devices_per_replica=rollout.tensor_model_parallel_size,
-                dtype=rollout.dtype,
-                max_model_len=rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
-                max_num_seqs=rollout.max_num_seqs,
-                seed=config.trainer.seed,
-                deterministic=config.deterministic,
-                weight_backend=rollout.checkpoint_engine.backend,
-                resumable=rollout.partial_rollout,
-                request_limit_s=rollout.request_limit_s,
-                options=rollout.llm_server_manager_options,
-            ),
+            build_rollout_settings(resolved.config, resolved.plan.placement),
             runtime=self.runtime,
             grant=grant,
             start_rank=None,

@@ -3,9 +3,10 @@
 # ruff: noqa: T201  a command prints
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
-from verl_trainers.commands.arguments import FINE, add_recipe_arguments, out_folder, source_file
+from verl_trainers.commands.arguments import add_recipe_arguments, out_folder, source_file
 
 if TYPE_CHECKING:
     import argparse
@@ -23,26 +24,14 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check. Raises `ConfigError` and `DataError` with a line per mistake."""
+    """Check, and print every finding: what is true to standard output, what is wrong to standard error."""
     source = source_file(options)
 
-    from verl_trainers.config.load import resolve_config
-    from verl_trainers.run import open_run
+    from verl_trainers.preflight import preflight_file, wants_color
 
-    resolved = resolve_config(source, options.overrides, run_dir=str(out_folder(options, source)))
-    config, plan = resolved.config, resolved.plan
-    if config.prepare is None:
-        print(open_run(resolved).steps.message)
-    else:
-        print(f"data and models are made at the start by {config.prepare}, and checked then")
-    print(f"mode {config.trainer.mode} on runtime {config.runtime}: {plan.placement}; {plan.schedule}")
-    for name in resolved.plugins.__slots__:
-        print(f"  {name:20} {_class_path(getattr(resolved.plugins, name))}")
-    print("everything fits; nothing was started")
-    return FINE
-
-
-def _class_path(value: object) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(_class_path(item) for item in value)
-    return f"{value.__module__}:{value.__qualname__}" if isinstance(value, type) else "none"
+    report = preflight_file(source, options.overrides, run_dir=str(out_folder(options, source)))
+    for line in report.facts(color=wants_color(sys.stdout)):
+        print(line)
+    for line in report.problems(color=wants_color(sys.stderr)):
+        print(line, file=sys.stderr)
+    return report.exit_code

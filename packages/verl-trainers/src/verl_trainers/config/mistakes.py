@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_contracts.errors import ConfigError
+from verl_trainers.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = ["Mistake", "config_error", "nearest"]
+
+_KEY = re.compile(r"[a-z_]\w*(\.[\w.\-\[\]]+)?")
+_SECTIONS = frozenset(field.name for field in dataclasses.fields(RunConfig))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +32,14 @@ class Mistake:
     """``file:line`` or the override that set the key; empty when nobody set it."""
     uses: tuple[str, ...] = ()
     """Further keys that this rule reads. It says nothing while one of them is broken itself."""
+
+    @classmethod
+    def parse(cls, message: str, *, key: str = "") -> Mistake:
+        """Return the mistake that an error's message tells. It may begin with its key, else it is `key`."""
+        head, colon, text = message.partition(": ")
+        if colon and _KEY.fullmatch(head) and head.partition(".")[0] in _SECTIONS:
+            return cls(key=head, text=text)
+        return cls(key=key, text=message)
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.place, self.key, self.text) if part)

@@ -78,7 +78,7 @@ def check_servers(config: RunConfig, placement: Placement, servers: type[LLMServ
     try:
         cast("type[ChecksSettings]", servers).check(build_rollout_settings(config, placement))
     except ConfigError as exc:
-        return [Mistake(key="", text=line) for line in str(exc).splitlines()]
+        return [Mistake.parse(line) for line in str(exc).splitlines()]
     return []
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from verl_contracts.weights import CheckpointEngineManager, WeightBackend
     from verl_trainers.config.schema import RunConfig
 
-__all__ = ["RunPlugins", "load_plugins", "reward_function", "reward_key"]
+__all__ = ["RunPlugins", "load_plugins", "reward_function", "reward_key", "usable"]
 
 P = TypeVar("P")
 
@@ -84,12 +84,17 @@ def load_plugins(config: RunConfig) -> tuple[RunPlugins | None, list[Mistake]]:
     named, key = reward_function(config), reward_key(config)
     reward: type[RewardFunction] | None = None
     if reason is not None:
-        loader.mistakes += [_mistake(line, key) for line in reason.splitlines()]
+        loader.mistakes += [Mistake.parse(line, key=key) for line in reason.splitlines()]
     elif named is not None:
         reward = loader.load(families.REWARD_FUNCTION, named[0], key)
     if loader.mistakes or plugins is None:
         return None, loader.mistakes
     return replace(plugins, reward=reward), []
+
+
+def usable(family: Family[P], spec: str | None) -> type[P] | None:
+    """Return the class that `spec` names, None when it cannot be used, which `load_plugins` reports."""
+    return _Loader().load(family, spec, family.key)
 
 
 def _probe_reward(config: RunConfig) -> RewardProbe | None:
@@ -217,9 +222,4 @@ class _Loader:
         return classes
 
     def _note(self, exc: ConfigError, key: str) -> None:
-        self.mistakes.append(_mistake(str(exc), key))
-
-
-def _mistake(text: str, key: str) -> Mistake:
-    """Return the mistake; the key is not said twice."""
-    return Mistake(key="" if text.startswith(key) else key, text=text)
+        self.mistakes.append(Mistake.parse(str(exc), key=key))

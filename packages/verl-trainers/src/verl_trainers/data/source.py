@@ -29,9 +29,13 @@ _SHOWN = 5
 class PromptSource:
     """Rows of files as tokenized prompts. Everything is read and checked when it is opened."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, epochs: int | None, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], *, epochs: int | None, shuffle: bool, seed: int, num_left_out: int = 0
+    ) -> None:
         """Serve `prompts` `epochs` times, for ever when None; their own `epoch` is replaced."""
         self._prompts = tuple(prompts)
+        self.num_left_out = num_left_out
+        """Rows of the files that were too long."""
         self._epochs = epochs
         self._shuffle = shuffle
         self._seed = seed
@@ -52,30 +56,44 @@ class PromptSource:
         tokenizer: PromptTokenizer,
         epochs: int | None,
         shuffle: bool | None = None,
+        key: str = "data.train_files",
     ) -> PromptSource:
-        """Read and tokenize `files`. A `shuffle` of None means what `data` says.
+        """Read and tokenize `files`, which `key` names. A `shuffle` of None means what `data` says.
 
         Raises `DataError` for malformed rows, for overlong ones unless `data` filters them, and when nothing is left.
         """
-        rows = read_rows(files, prompt_key=data.prompt_key)
+        rows = read_rows(files, prompt_key=data.prompt_key, key=key)
         texts = [_text(row, data, tokenizer) for row in rows]
         prompts: list[Prompt] = []
         overlong: list[str] = []
+        longest = 0
         for index, (row, ids) in enumerate(zip(rows, tokenizer.encode(texts), strict=True)):
             if not ids:
-                raise DataError(f"{row.place}: the prompt has no token")
+                raise DataError(f"{key}: {row.place}: the prompt has no token that the tokenizer knows")
+            longest = max(longest, len(ids))
             if len(ids) > data.max_prompt_length:
                 overlong.append(f"{row.place}: {len(ids)} tokens")
                 continue
             prompts.append(_prompt(row, index, ids))
-        _report_overlong(overlong, len(rows), data)
+        _report_overlong(overlong, longest, len(rows), data, key)
         if not prompts:
-            raise DataError(f"no usable row in {', '.join(files)}")
-        return cls(prompts, epochs=epochs, shuffle=data.shuffle if shuffle is None else shuffle, seed=data.seed)
+            raise DataError(f"{key}: no usable row in {', '.join(files)}")
+        return cls(
+            prompts,
+            epochs=epochs,
+            shuffle=data.shuffle if shuffle is None else shuffle,
+            seed=data.seed,
+            num_left_out=len(overlong),
+        )
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each prompt of one epoch."""
+        return [len(prompt.prompt_ids) for prompt in self._prompts]
 
     @property
     def num_rows(self) -> int:
-        """Rows in one epoch, unusable ones not counted."""
+        """Rows in one epoch, those that are left out not counted."""
         return len(self._prompts)
 
     def __len__(self) -> int:
@@ -151,10 +169,13 @@ def _prompt(row: Row, index: int, ids: tuple[int, ...]) -> Prompt:
     )
 
 
-def _report_overlong(overlong: Sequence[str], num_rows: int, data: DataConfig) -> None:
+def _report_overlong(overlong: Sequence[str], longest: int, num_rows: int, data: DataConfig, key: str) -> None:
     if not overlong:
         return
-    head = f"{len(overlong)} of {num_rows} prompts are longer than data.max_prompt_length={data.max_prompt_length}"
+    head = (
+        f"{key}: {len(overlong)} of {num_rows} prompts are longer than data.max_prompt_length="
+        f"{data.max_prompt_length}, the longest has {longest} tokens"
+    )
     if data.filter_overlong_prompts:
         _log.warning("%s and are left out", head)
         return
