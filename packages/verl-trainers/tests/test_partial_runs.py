@@ -23,6 +23,7 @@ from verl_contracts.testing.events import RecordingEvents
 from verl_contracts.testing.virtual import VirtualClock, run_virtual
 from verl_contracts.tokens import SAMPLED, SamplingParams, VersionSpan
 from verl_contracts.training import Schedule, StepContext, TrainBatch, TrainRow
+from verl_trainers.config.check import check_files
 from verl_trainers.config.load import load_config
 from verl_trainers.core.admission import BoundedAdmission
 from verl_trainers.core.loop import LoopLimits, LoopParts, LoopReport, TrainingLoop
@@ -30,7 +31,7 @@ from verl_trainers.core.producer import GroupPlayer, GroupRules
 from verl_trainers.core.store import GroupStore
 from verl_trainers.core.validation import Validator
 from verl_trainers.partial.replay import SavedGroups, count_saved_steps
-from verl_trainers.partial.rollout_file import RolloutHead, RolloutLimits, read_rollouts, weights_fingerprint
+from verl_trainers.partial.rollout_file import RolloutHead, RolloutLimits, limits_of, read_rollouts, weights_fingerprint
 from verl_trainers.partial.saving import RolloutSaver
 
 HEAD = RolloutHead(weights="abc", n=2, temperature=1.0, top_p=1.0, top_k=None)
@@ -125,6 +126,30 @@ def test_what_a_part_does_not_read_need_not_be_given() -> None:
     assert mistakes_of("data.train_files=[]", "reward.name=null", "data.rollout_files=[a]") == []
     assert mistakes_of("data.train_files=[]", "data.val_files=[a]", "trainer.val_only=true") == []
     assert mistakes_of("data.train_files=[]", "trainer.rollout_only=true") != []
+
+
+def test_only_the_files_that_a_part_reads_must_be_there(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    trained = load_config(None, [*GOOD, model, "data.rollout_files=[gone.jsonl]"])
+    assert [str(mistake) for mistake in check_files(trained)] == ["data.rollout_files: no such file: gone.jsonl"]
+    whole = load_config(None, [*GOOD, model])
+    assert [str(mistake) for mistake in check_files(whole)] == ["data.train_files: no such file: train.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [('{"vocab_size": 12}', 12), ('{"text_config": {"vocab_size": 7}}', 7), ("{}", None), ("[]", None), (None, None)],
+)
+def test_the_size_of_the_vocabulary_comes_from_the_model(text: str | None, size: int | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    config = load_config(None, [*GOOD, f"actor_rollout_ref.model.path={tmp_path}"])
+    if size is None:
+        with pytest.raises(DataError, match=r"actor_rollout_ref\.model\.path: .*config\.json does not say vocab_size"):
+            limits_of(config)
+    else:
+        assert limits_of(config).vocab_size == size
 
 
 @given(

@@ -80,14 +80,25 @@ def test_reasoning_makes_questions_that_its_reward_can_judge(tmp_path: Path, mon
     reward = reasoning.ReasoningReward()
     for row in train[:20]:
         truth = str(row.ground_truth)
-        scores = []
-        for response in (truth, f"<answer> {truth} </answer>", f"It must be {truth}, I think.", f"{truth}0", ""):
-            asked = request(row.data_source, row.ground_truth, dict(row.extra_info), response)
-            scores.append(reward.score(asked, response).score)
-        assert scores[:2] == [1.0, 1.0]
-        assert scores[2] is not None
-        assert 0 < scores[2] < 1
-        assert scores[4] == 0.0
+        for response, right in (
+            (truth, True),
+            (f"<answer> {truth} </answer>, not 77", True),
+            (f"It must be 77, no, {truth}, I think.", True),
+            (f"{truth}0 or {truth}1", False),
+            ("no idea", False),
+            ("", False),
+        ):
+            verdict = reward.score(request(row.data_source, truth, dict(row.extra_info), response), response)
+            assert (verdict.score == 1.0, verdict.metrics["exact"] == 1.0) == (right, right), response
+
+
+def test_an_answer_in_words_is_judged_as_a_whole(tmp_path: Path) -> None:
+    reasoning.write_rows(tmp_path / "spell.jsonl", "spell_backward", size=1, seed=0)
+    (row,) = read_rows([str(tmp_path / "spell.jsonl")], prompt_key="prompt")
+    truth, reward = str(row.ground_truth), reasoning.ReasoningReward()
+    asked = request(row.data_source, truth, dict(row.extra_info), truth)
+    assert reward.score(asked, f" {truth}\n").score == 1.0
+    assert reward.score(asked, f"{truth} 4").score != 1.0
 
 
 def test_reasoning_has_other_tasks_and_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

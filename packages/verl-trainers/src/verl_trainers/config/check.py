@@ -304,7 +304,12 @@ def check_files(config: RunConfig, *, prepared: Path | None = None) -> list[Mist
     """Return the files and folders that are not there; those in `prepared`, which is yet to be made, count as there."""
     made = config.prepare is not None and prepared is not None
     found: list[Mistake] = []
-    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+    trains = config.data.train_files if part_of(config) in ("whole", "rollout_only") else ()
+    for key, files in (
+        ("data.train_files", trains),
+        ("data.val_files", config.data.val_files),
+        ("data.rollout_files", config.data.rollout_files),
+    ):
         found += [
             Mistake(key=key, text=f"no such file: {file}")
             for file in map(Path, files)

@@ -80,12 +80,15 @@ class RolloutLimits:
 def limits_of(config: RunConfig) -> RolloutLimits:
     """Return the limits under `config`. Raises `DataError` when the model does not say how many tokens it knows."""
     file = Path(config.actor_rollout_ref.model.path) / "config.json"
-    model = _object(file.read_text(encoding="utf-8"), str(file))
-    text = model if "vocab_size" in model else model.get("text_config")
+    try:
+        model = _mapping(json.loads(file.read_text(encoding="utf-8")))
+        vocab_size = _int(_mapping(model.get("text_config", model))["vocab_size"])
+    except (OSError, ValueError, TypeError, KeyError) as exc:
+        raise DataError(f"actor_rollout_ref.model.path: {file} does not say vocab_size: {exc}") from exc
     return RolloutLimits(
         n=config.actor_rollout_ref.rollout.n,
         max_tokens=config.data.max_prompt_length + config.data.max_response_length,
-        vocab_size=_int(_mapping(text)["vocab_size"]),
+        vocab_size=vocab_size,
         allow_fewer=config.reward.unusable == "train_rest",
     )
 

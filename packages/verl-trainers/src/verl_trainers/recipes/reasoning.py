@@ -9,6 +9,7 @@ import difflib
 import importlib
 import json
 import os
+import re
 from typing import TYPE_CHECKING, Protocol, cast
 
 from verl_contracts.errors import ConfigError
@@ -32,6 +33,7 @@ EASY: Mapping[str, Mapping[str, int]] = {
 """Options that suit a small model; other tasks are made with the library's own."""
 TRAIN, HELD_OUT = 2048, 64
 ANSWER = ("<answer>", "</answer>")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class ReasoningGym(Protocol):
@@ -73,7 +75,7 @@ def write_rows(path: Path, task: str, *, size: int, seed: int) -> None:
 
 
 class ReasoningReward:
-    """The library's own score, between 0 and 1: full for the answer alone, part of it for an answer among words."""
+    """The library's own score, between 0 and 1, of what the response gives as its answer."""
 
     def __init__(self) -> None:
         """Import the library. Raises `ConfigError` that says what to install when it is missing."""
@@ -81,9 +83,9 @@ class ReasoningReward:
         self._judges: dict[str, Callable[[str, Mapping[str, object]], float]] = {}
 
     def score(self, request: RewardRequest, response: str, /) -> RewardResult:
-        """Judge what stands between the last ``<answer>`` tags, or all of it without any.
+        """Judge what stands between the last ``<answer>`` tags; without any, the last number or all of the response.
 
-        Raises ValueError for a row that `write_rows` did not make.
+        The last number counts where the right answer is one. Raises ValueError for a row not made by `write_rows`.
         """
         entry = request.extra_info.get("entry")
         if not isinstance(entry, dict):
@@ -91,14 +93,18 @@ class ReasoningReward:
         judge = self._judges.get(request.data_source)
         if judge is None:
             judge = self._judges[request.data_source] = self._library.get_score_answer_fn(request.data_source)
-        score = float(judge(_answer(response), entry))
+        numeric = _NUMBER.fullmatch(str(entry.get("answer"))) is not None
+        score = float(judge(_answer(response, numeric=numeric), entry))
         return RewardResult(outcome=SCORED, score=score, metrics={"exact": float(score == 1.0)})
 
 
-def _answer(response: str) -> str:
+def _answer(response: str, *, numeric: bool) -> str:
     begin, end = ANSWER
     _, tag, tail = response.rpartition(begin)
-    return (tail.partition(end)[0] if tag else response).strip()
+    if tag:
+        return tail.partition(end)[0].strip()
+    numbers = _NUMBER.findall(response) if numeric else []
+    return numbers[-1] if numbers else response.strip()
 
 
 def _library() -> ReasoningGym:
