@@ -12,16 +12,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_contracts.errors import ConfigError
+from verl_trainers.commands.arguments import FINE
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["PARTIAL", "REFUSED", "add_parser", "run"]
+    from verl_trainers.commands.arguments import Subparsers
 
-REFUSED, PARTIAL = 2, 3
-"""Exit codes."""
+__all__ = ["PARTIAL", "add_parser", "run"]
+
+PARTIAL = 3
+"""Exit code of a conversion that left something out."""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add `convert` to the commands of the parser."""
     command = commands.add_parser(
         "convert",
@@ -47,8 +52,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert what `options` name, and return the exit code."""
-    from verl_contracts.errors import ConfigError
+    """Convert what `options` name, and return the exit code. Raises `ConfigError` for what cannot be read."""
     from verl_trainers.convert.inputs import read_input
     from verl_trainers.convert.render import render_keys, render_recipe, render_report
     from verl_trainers.convert.translate import convert
@@ -59,12 +63,8 @@ def run(options: argparse.Namespace) -> int:
     options, words = late.parse_known_args(options.words)  # options may also stand behind what is converted
     if options.keys:
         print(render_keys())
-        return 0
-    try:
-        conversion = convert(read_input(words))
-    except ConfigError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return REFUSED
+        return FINE
+    conversion = convert(read_input(words))
     print(render_report(conversion), file=sys.stderr)
     if options.strict and not conversion.is_whole:
         print("\nnothing was written (--strict)", file=sys.stderr)
@@ -76,9 +76,8 @@ def run(options: argparse.Namespace) -> int:
         try:
             Path(options.out).write_text(recipe, encoding="utf-8")
         except OSError as exc:
-            print(f"error: --out {options.out}: cannot be written: {exc.strerror}", file=sys.stderr)
-            return REFUSED
-    return 0 if conversion.is_whole else PARTIAL
+            raise ConfigError(f"--out {options.out}: cannot be written: {exc.strerror}") from exc
+    return FINE if conversion.is_whole else PARTIAL
 
 
 def _name(words: Sequence[str]) -> str:

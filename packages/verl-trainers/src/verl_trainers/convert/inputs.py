@@ -26,6 +26,7 @@ __all__ = ["Entry", "Source", "read_input"]
 
 _MODULES = re.compile(r"(?:^|[./])((?:async_)?main_ppo\w*|main_dapo|fully_async_main|one_step_off_main)(?:\.py)?$")
 _OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w./@-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)")
 _CONFIG = {"--config-name": "name", "-cn": "name", "--config-path": "folder", "-cp": "folder", "--config-dir": "folder"}
 _BASES = ("ppo_trainer", "ppo_megatron_trainer", "fully_async_ppo_trainer", "one_step_off_ppo_trainer", "dapo_trainer")
 """Upstream's own configurations, which others begin with."""
@@ -53,6 +54,8 @@ class Source:
     """Module or file that is launched; empty for a YAML file and for overrides alone."""
     bases: tuple[str, ...] = ()
     """Upstream's configurations that it begins with."""
+    referred: frozenset[str] = frozenset()
+    """Keys that the values of others refer to."""
     notes: tuple[str, ...] = ()
     """What could not be known, and has to be looked at."""
 
@@ -88,6 +91,7 @@ def read_input(words: Sequence[str]) -> Source:
         _read_overrides(arguments, collected, folder=Path())
     return Source(
         entries=tuple(_resolved(collected.entries)),
+        referred=frozenset(name for entry in collected.entries for name in _REFERENCE.findall(str(entry.value))),
         launched=launched,
         bases=tuple(collected.bases),
         notes=tuple(collected.notes),

@@ -47,17 +47,17 @@ def render_recipe(conversion: Conversion, *, name: str) -> str:
     ]
     if lost:
         lines += ["", "# Not converted:"]
-        lines += [f"#   {_said(entry)}: {fate.why}{_near(fate)}" for entry, fate in lost]
-    return "\n".join(lines) + "\n"
+        lines += [" ".join(f"#   {_said(entry)}: {fate.why}{_near(fate)}".split("\n")) for entry, fate in lost]
+    return _printable("\n".join(lines)) + "\n"
 
 
 def _leaf(name: str, line: Line, indent: str) -> list[str]:
-    text = f"{indent}{_scalar(name)}: {_scalar(line.value)}"
-    if not line.comment:
+    text, said = f"{indent}{_scalar(name)}: {_scalar(line.value)}", " ".join(line.comment.split())
+    if not said:
         return [text]
-    if len(text) + len(line.comment) + 3 <= _WIDTH:
-        return [f"{text} # {line.comment}"]
-    comment = textwrap.wrap(line.comment, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   ")
+    if len(text) + len(said) + 3 <= _WIDTH:
+        return [f"{text} # {said}"]
+    comment = textwrap.wrap(said, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   ")
     return [*comment, text]
 
 
@@ -83,7 +83,12 @@ def render_report(conversion: Conversion) -> str:
     lines += _block(UNKNOWN, [f"{_placed(entry)}: {fate.why}{_near(fate)}" for entry, fate in unknown])
     lines += _block("not asked for, and different here", conversion.notes)
     lines += _block("to do by hand, before it can run", conversion.missing)
-    return "\n".join(lines)
+    return _printable("\n".join(lines))
+
+
+def _printable(text: str) -> str:
+    """Return `text` with what no terminal or YAML file may hold written as an escape."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 def _summary(conversion: Conversion) -> str:

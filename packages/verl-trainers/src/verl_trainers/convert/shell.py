@@ -11,6 +11,7 @@ import ast
 import operator
 import re
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 __all__ = ["OPAQUE", "Command", "read_commands"]
 
@@ -36,7 +37,8 @@ class Command:
 @dataclass(slots=True)
 class _Variable:
     words: list[str]
-    line: int
+    lines: list[int] = field(default_factory=list)
+    """Of each word, for an array; empty for other variables."""
     is_array: bool = False
 
 
@@ -45,7 +47,7 @@ class _Word:
     """A word in the making: pieces, since an unquoted expansion may split it."""
 
     line: int
-    done: list[str] = field(default_factory=list)
+    done: list[tuple[str, int]] = field(default_factory=list)
     text: str = ""
     begun: bool = False
 
@@ -53,16 +55,24 @@ class _Word:
         self.text += text
         self.begun = True
 
-    def split(self, pieces: list[str]) -> None:
+    def split(self, pieces: list[str], lines: list[int]) -> None:
         """Add `pieces` as words of their own, the first and the last joined to their neighbours."""
         for index, piece in enumerate(pieces):
             if index:
-                self.done.append(self.text)
+                self.done.append((self.text, self.line))
                 self.text = ""
+            self.line = lines[index] if index < len(lines) else self.line
             self.add(piece)
 
     def all(self) -> list[tuple[str, int]]:
-        return [(text, self.line) for text in [*self.done, *([self.text] if self.begun else [])]]
+        return [*self.done, *([(self.text, self.line)] if self.begun else [])]
+
+    def joined(self) -> str:
+        return " ".join(text for text, _ in self.all())
+
+
+_Expansion: TypeAlias = tuple[list[str], list[int], bool]
+"""Words, the lines of those that come from an array, and whether quotes keep the words apart."""
 
 
 def read_commands(script: str, arguments: list[str]) -> tuple[list[Command], list[str]]:
@@ -77,8 +87,8 @@ class _Reader:
         self._at = 0
         self._line = 1
         self._depth = 0
-        self._variables = {str(index): _Variable([text], 0) for index, text in enumerate(arguments, start=1)}
-        self._variables |= dict.fromkeys("@*", _Variable(arguments, 0, is_array=True))
+        self._variables = {str(index): _Variable([text]) for index, text in enumerate(arguments, start=1)}
+        self._variables |= dict.fromkeys("@*", _Variable(arguments, is_array=True))
         self._branches: dict[str, list[int]] = {}
 
     def commands(self) -> list[Command]:
@@ -125,36 +135,36 @@ class _Reader:
         self._skip(len(match.group()))
         if self._text.startswith("(", self._at):
             values = self._array()
-            variable = _Variable(values, line, is_array=True)
+            variable = _Variable([text for text, _ in values], [at for _, at in values], is_array=True)
         else:
-            variable = _Variable([" ".join(text for text, _ in self._word().all())], line)
+            variable = _Variable([self._word().joined()])
         old = self._variables.get(name)
         if match.group(2) and old is not None:
             joined = [*old.words, *variable.words] if old.is_array else [old.words[0] + variable.words[0]]
-            variable = _Variable(joined, line, is_array=old.is_array)
+            variable = _Variable(joined, [*old.lines, *variable.lines], is_array=old.is_array)
         if self._depth > 0:
             self._branches.setdefault(name, []).append(line)
         self._variables[name] = variable
         return True
 
-    def _array(self) -> list[str]:
+    def _array(self) -> list[tuple[str, int]]:
         self._skip(1)
-        values: list[str] = []
+        values: list[tuple[str, int]] = []
         while self._at < len(self._text) and self._text[self._at] != ")":
             char = self._text[self._at]
-            if char in " \t\n":
+            if char in " \t\n;&|(":
                 self._skip(1)
             elif self._text.startswith("\\\n", self._at):
                 self._skip(2)
             elif char == "#":
                 self._skip(self._length_to("\n"))
             else:
-                values += [text for text, _ in self._word().all()]
+                values += self._word().all()
         self._skip(1)
         return values
 
     def _word(self) -> _Word:
-        word, start = _Word(self._line), self._at
+        word = _Word(self._line)
         while self._at < len(self._text) and self._text[self._at] not in " \t\n;&|()":
             char = self._text[self._at]
             if self._text.startswith("\\\n", self._at):
@@ -172,8 +182,6 @@ class _Reader:
                 self._unquoted(word)
             else:
                 word.add(self._take(1))
-        if self._at == start:
-            word.add(self._take(1))  # a stray separator; whoever asked for a word must come forward
         return word
 
     def _quoted(self, word: _Word) -> None:
@@ -186,66 +194,67 @@ class _Reader:
                 word.add("" if escaped == "\n" else escaped)
                 self._skip(2)
             elif char in "$`":
-                pieces, is_array = self._expand()
+                pieces, lines, is_array = self._expand()
                 if is_array and not pieces and not word.text and self._text[self._at : self._at + 1] == '"':
                     word.begun = bool(word.done)  # "${EMPTY[@]}" is no word at all
-                word.split(pieces if is_array else [" ".join(pieces)])
+                word.split(pieces if is_array else [" ".join(pieces)], lines if is_array else [])
             else:
                 word.add(self._take(1))
         self._skip(1)
 
     def _unquoted(self, word: _Word) -> None:
-        pieces, _ = self._expand()
+        pieces, lines, _ = self._expand()
         parts = [part for piece in pieces for part in (piece.split() if OPAQUE not in piece else [piece])]
-        word.split(parts)
+        word.split(parts, lines if len(parts) == len(pieces) else [])
 
-    def _expand(self) -> tuple[list[str], bool]:
-        """Read what begins with ``$`` or a backtick; return its words, and whether quotes keep them apart."""
+    def _expand(self) -> _Expansion:
+        """Read what begins with ``$`` or a backtick."""
         text, at = self._text, self._at
         if text[at] == "`":
             self._skip(1)
             command = self._take(self._length_to("`"))
             self._skip(1)
-            return [f"{OPAQUE}`{command}`{OPAQUE}"], False
+            return [f"{OPAQUE}`{command}`{OPAQUE}"], [], False
         if text.startswith("$((", at):
-            return [self._arithmetic(self._balanced(1)[2:-2])], False
+            return [self._arithmetic(self._balanced(1)[2:-2])], [], False
         if text.startswith("$(", at):
-            return [f"{OPAQUE}${self._balanced(1)}{OPAQUE}"], False
+            return [f"{OPAQUE}${self._balanced(1)}{OPAQUE}"], [], False
         if text.startswith("${", at):
             return self._braced(self._balanced(1)[1:-1])
         match = _NAME.match(text, at + 1)
         if match is None:
             self._skip(1)
-            return ["$"], False
+            return ["$"], [], False
         self._skip(1 + len(match.group()))
         return self._value(match.group(), match.group() == "@")
 
-    def _braced(self, inner: str) -> tuple[list[str], bool]:
+    def _braced(self, inner: str) -> _Expansion:
         match = _BRACED.fullmatch(inner)
         if match is None:
-            return [f"{OPAQUE}${{{inner}}}{OPAQUE}"], False
+            return [f"{OPAQUE}${{{inner}}}{OPAQUE}"], [], False
         name, index, how, otherwise = match.groups()
         known = name in self._variables
         if index not in (None, "[@]", "[*]") and known:
             position = int(index[1:-1])
-            return self._variables[name].words[position : position + 1] or [""], False
+            return self._variables[name].words[position : position + 1] or [""], [], False
         if how is not None and how[-1] in "-=?" and not known:
             nested = _Reader(f'"{otherwise}"' if '"' not in otherwise else otherwise, [])
             nested._variables = self._variables
-            return ([" ".join(text for text, _ in nested._word().all())] if how[-1] != "?" else [_env(name)]), False
+            return [nested._word().joined() if how[-1] != "?" else _env(name)], [], False
         if how is not None and how[-1] == "+":
-            return ([otherwise] if known else [""]), False
+            return [otherwise if known else ""], [], False
         if how is not None and how[0] == ":" and self._variables[name].words in ([], [""]):
-            return [otherwise], False
+            return [otherwise], [], False
         return self._value(name, index == "[@]" or name == "@")
 
-    def _value(self, name: str, apart: bool) -> tuple[list[str], bool]:
+    def _value(self, name: str, apart: bool) -> _Expansion:
         variable = self._variables.get(name)
         if variable is not None:
-            return (variable.words if variable.is_array and (apart or name == "*") else variable.words[:1]), apart
+            whole = variable.is_array and (apart or name == "*")
+            return (variable.words if whole else variable.words[:1]), (variable.lines if whole else []), apart
         if not name[0].isalpha() and name[0] != "_":
-            return [f"{OPAQUE}${name}{OPAQUE}"], False
-        return ([] if apart else [_env(name)]), apart
+            return [f"{OPAQUE}${name}{OPAQUE}"], [], False
+        return ([] if apart else [_env(name)]), [], apart
 
     def _arithmetic(self, text: str) -> str:
         def value(match: re.Match[str]) -> str:

@@ -68,9 +68,16 @@ def convert(source: Source) -> Conversion:
     """Convert what was read. Never fails: what cannot be converted is in the result."""
     last = {entry.key: entry for entry in source.entries}
     values = {key: entry.value for key, entry in last.items() if not entry.problem and entry.value != MISSING}
-    ours = _is_ours(last)
-    settings = Settings(values=values, mode=_mode(source, values), defaults=_defaults(values))
+    ours = not source.launched and not source.bases and _is_ours(last)
+    mode = _mode(source, values)
+    settings = Settings(values=values, mode=mode, defaults=_defaults(values, mode))
     fates = [_fate(entry, last[entry.key] is entry, ours, settings) for entry in source.entries]
+    fates = [
+        keep("a name of the input's own, put in where it is referred to")
+        if fate.kind == UNKNOWN and entry.key in source.referred
+        else fate
+        for entry, fate in zip(source.entries, fates, strict=True)
+    ]
     taken, fates = _take(source.entries, fates)
     recipe = {key: Line(value=value, comment=why) for key, (value, why) in taken.items()}
     missing = list(source.notes)
@@ -123,7 +130,7 @@ def _mode(source: Source, values: Mapping[str, object]) -> str:
     return "sync"
 
 
-def _defaults(values: Mapping[str, object]) -> dict[str, object]:
+def _defaults(values: Mapping[str, object], mode: str) -> dict[str, object]:
     """Return upstream's defaults that translations read."""
     dynamic = values.get(f"{_ACTOR}.use_dynamic_bsz", False)
     return {
@@ -131,7 +138,7 @@ def _defaults(values: Mapping[str, object]) -> dict[str, object]:
         f"{_ACTOR}.clip_ratio_low": 0.2,
         f"{_ACTOR}.clip_ratio_high": 0.2,
         f"{_REF}.log_prob_use_dynamic_bsz": dynamic,
-        "async_training.require_batches": 1,
+        "algorithm.rollout_correction.bypass_mode": mode in ("fully_async", "one_step_off"),
         "actor_rollout_ref.actor.strategy": "fsdp",
     }
 
@@ -225,9 +232,10 @@ def _unsaid(settings: Settings, *, has_mode: bool) -> list[tuple[str, Fate]]:
     found = [] if has_mode else [("trainer.mode", mode_of(settings))]
     for row in TABLE:
         if row.default is not None and not settings.has(row.key):
-            fate = _fitting(_targeted(row, row.key, row.decide(row.default, settings)))
+            value = settings.get(row.key)
+            fate = _fitting(_targeted(row, row.key, row.decide(value, settings)))
             if fate.kind in (SAME, MAPPED, UNSUPPORTED):
-                found.append((f"verl's default {row.key}={row.default}", fate))
+                found.append((f"verl's default {row.key}={value}", fate))
     return found
 
 

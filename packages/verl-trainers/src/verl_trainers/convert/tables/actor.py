@@ -222,6 +222,8 @@ ACTOR = (
                 default=3.0,
             ),
             same("loss_agg_mode"),
+            fixed("use_token_level_loss", "is loss_agg_mode=token-mean", ok=(True,)),
+            moved("loss_mode", f"{_ACTOR}.policy_loss.loss_mode", {"vanilla": "ppo_clip"}, why="the older place"),
             fixed("loss_scale_factor", "the denominator is counted", near="loss_agg_mode"),
             same("entropy_coeff"),
             same("use_kl_loss"),

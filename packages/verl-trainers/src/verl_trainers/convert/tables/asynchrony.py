@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from verl_trainers.convert.rows import (
     COST,
-    SAME,
     Fate,
     When,
     computed,
@@ -24,7 +23,7 @@ from verl_trainers.convert.rows import (
 )
 from verl_trainers.convert.settings import offered
 from verl_trainers.convert.tables.data import step_groups
-from verl_trainers.convert.tables.rollout import own_devices
+from verl_trainers.convert.tables.rollout import own_devices, own_nodes
 
 if TYPE_CHECKING:
     from verl_trainers.convert.settings import Settings
@@ -114,14 +113,6 @@ def late(value: object, settings: Settings) -> Fate:
     return refuse("a group that is due is waited for, and never dropped", near="wait")
 
 
-def devices(value: object, settings: Settings) -> Fate:
-    """Translate devices of replicas alone."""
-    fate = own_devices(value, settings)
-    if fate.kind == SAME:
-        return mapped({"actor_rollout_ref.rollout.n_gpus_per_node": next(iter(fate.values.values()))}, "another place")
-    return fate
-
-
 ASYNCHRONY = (
     *under(
         _V1,
@@ -162,9 +153,12 @@ ASYNCHRONY = (
             fixed("dynamic_schedule_*", "training devices are not lent", when=When(LENDING), loses=COST),
         ),
     ),
-    computed("rollout.nnodes", devices, "actor_rollout_ref.rollout.n_gpus_per_node", why="one number for all nodes"),
+    computed("rollout.nnodes", own_nodes, "actor_rollout_ref.rollout.n_gpus_per_node", why="one number for all nodes"),
     computed(
-        "rollout.n_gpus_per_node", devices, "actor_rollout_ref.rollout.n_gpus_per_node", why="one number for all nodes"
+        "rollout.n_gpus_per_node",
+        own_devices,
+        "actor_rollout_ref.rollout.n_gpus_per_node",
+        why="one number for all nodes",
     ),
     fixed("rollout.n", "actor_rollout_ref.rollout.n counts", any_value=True),
 )

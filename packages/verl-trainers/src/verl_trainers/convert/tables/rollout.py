@@ -70,9 +70,16 @@ def own_devices(value: object, settings: Settings) -> Fate:
     section = _ROLLOUT if settings.number(f"{_ROLLOUT}.nnodes") > 0 else "rollout"
     nodes, each = settings.number(f"{section}.nnodes", 1), settings.number(f"{section}.n_gpus_per_node", 8)
     if nodes == 1 and section == _ROLLOUT:
-        return Fate(kind=SAME, values={ITSELF: each})
-    why = f"{nodes} nodes * {each} devices: one number for all nodes"
+        return Fate(kind=SAME, values={f"{_ROLLOUT}.n_gpus_per_node": each})
+    why = "another place" if nodes == 1 else f"{nodes} nodes * {each} devices: one number for all nodes"
     return mapped({f"{_ROLLOUT}.n_gpus_per_node": nodes * each}, why)
+
+
+def own_nodes(value: object, settings: Settings) -> Fate:
+    """Translate the number of nodes that hold replicas alone."""
+    if isinstance(value, int) and value <= 1:
+        return keep("n_gpus_per_node counts the devices of all nodes")
+    return own_devices(value, settings)
 
 
 def sleeping(value: object, settings: Settings) -> Fate:
@@ -104,6 +111,8 @@ def agent_loop(value: object, settings: Settings) -> Fate:
         return mapped({ITSELF: "single_turn"}, "another name")
     known = offered("verl_contracts.agent_loops", "single_turn")
     name = str(value).removesuffix("_agent")
+    if isinstance(value, str) and (value in known or "." in value):
+        return Fate(kind=SAME, values={ITSELF: value})
     if name in known:
         return mapped({ITSELF: name}, "another name")
     return refuse(f"no agent loop is called {value}; there are {', '.join(sorted(known))}", near=NEAR_TOOLS)
@@ -134,7 +143,7 @@ ROLLOUT = under(
         same("max_num_seqs", default=256),
         computed("tensor_model_parallel_size", tensor_parallel, ITSELF, why="shards of one replica"),
         computed("free_cache_engine", sleeping, ITSELF, why="sleep while the trainer trains", default=True),
-        computed("nnodes", own_devices, f"{_ROLLOUT}.n_gpus_per_node", why="one number for all nodes"),
+        computed("nnodes", own_nodes, f"{_ROLLOUT}.n_gpus_per_node", why="one number for all nodes"),
         computed("n_gpus_per_node", own_devices, ITSELF, why="one number for all nodes"),
         same("val_kwargs.n"),
         same("val_kwargs.temperature"),

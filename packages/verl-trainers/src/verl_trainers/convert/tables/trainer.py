@@ -23,10 +23,12 @@ from verl_trainers.convert.settings import is_legal, offered
 from verl_trainers.convert.tables.data import step_groups
 
 if TYPE_CHECKING:
+    from verl_trainers.convert.rows import Decide
     from verl_trainers.convert.settings import Settings
 
 __all__ = ["TRAINER"]
 
+_FREQ = "trainer.test_freq"
 _OUT = "verl-train run RECIPE --out DIR"
 SAVED = When("trainer.save_freq")
 
@@ -63,14 +65,32 @@ def logger(value: object, settings: Settings) -> Fate:
     return Fate(kind=SAME, values={ITSELF: names}) if names == kept else mapped({ITSELF: kept}, why)
 
 
+def tracker_name(*, wandb: str, mlflow: str) -> Decide:
+    """Return the translation of a name under which trackers file the run, one option each."""
+    options = {"wandb": wandb, "mlflow": mlflow}
+
+    def decide(value: object, settings: Settings) -> Fate:
+        chosen = settings.get("trainer.logger")
+        names = chosen if isinstance(chosen, list) else [chosen]
+        known = offered("verl_contracts.trackers", "jsonl")
+        values = {
+            f"trainer.logger_options.{name}.{option}": value
+            for name, option in options.items()
+            if name in names and name in known
+        }
+        return mapped(values, "an option of each tracker") if values else keep("no tracker is chosen that takes it")
+
+    return decide
+
+
 def frequency(value: object, settings: Settings) -> Fate:
     """Translate how often to validate; upstream's asynchronous trainer counts weight syncs."""
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        return Fate(kind=SAME, values={ITSELF: -1}) if value == -1 else mapped({ITSELF: -1}, "never is -1")
+        return Fate(kind=SAME, values={_FREQ: -1}) if value == -1 else mapped({_FREQ: -1}, "never is -1")
     every = settings.number("async_training.trigger_parameter_sync_step", 4) if settings.mode == "fully_async" else 1
     if every == 1:
-        return Fate(kind=SAME, values={ITSELF: value})
-    return mapped({ITSELF: value * every}, f"{value} syncs of {every} steps each")
+        return Fate(kind=SAME, values={_FREQ: value})
+    return mapped({_FREQ: value * every}, f"{value} syncs of {every} steps each")
 
 
 def steps(value: object, settings: Settings) -> Fate:
@@ -108,8 +128,20 @@ TRAINER = (
             same("val_before_train"),
             computed("logger", logger, ITSELF, why="names of trackers"),
             fixed("val_only", "a run trains", near="verl-train check"),
-            fixed("project_name", "a run has one name, that of its folder", near=_OUT, loses=RECORD),
-            fixed("experiment_name", "a run has one name, that of its folder", near=_OUT, loses=RECORD),
+            computed(
+                "project_name",
+                tracker_name(wandb="project", mlflow="experiment"),
+                "trainer.logger_options.wandb.project",
+                "trainer.logger_options.mlflow.experiment",
+                why="an option of each tracker",
+            ),
+            computed(
+                "experiment_name",
+                tracker_name(wandb="name", mlflow="name"),
+                "trainer.logger_options.wandb.name",
+                "trainer.logger_options.mlflow.name",
+                why="an option of each tracker",
+            ),
             fixed("default_local_dir", "everything lies in the run folder", near=_OUT, loses=RECORD),
             fixed("default_hdfs_dir", "everything lies in the run folder", near=_OUT, loses=RECORD),
             fixed("rollout_data_dir", "samples are in samples.jsonl of the run folder", any_value=True),
@@ -137,6 +169,7 @@ TRAINER = (
             fixed("use_v1", "there is one loop", any_value=True),
         ),
     ),
+    computed("rollout.test_freq", frequency, "trainer.test_freq", why="the older place"),
     computed(
         "rollout.total_rollout_steps", rollout_steps, "trainer.total_training_steps", why="prompts / groups in a step"
     ),

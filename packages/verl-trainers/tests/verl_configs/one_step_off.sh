@@ -1,0 +1,34 @@
+# Generation one step ahead, on devices of its own.
+NGPUS=8
+n_rollout=2
+n_train=$((NGPUS - n_rollout))
+python3 -m verl.experimental.one_step_off_policy.main_ppo \
+    --config-path=config \
+    --config-name='one_step_off_ppo_trainer.yaml' \
+    algorithm.adv_estimator=grpo \
+    data.train_files="['$HOME/data/math/train.parquet']" \
+    data.train_batch_size=1152 \
+    data.max_prompt_length=512 \
+    data.max_response_length=1024 \
+    actor_rollout_ref.model.path=$HOME/models/math-base \
+    actor_rollout_ref.actor.strategy=fsdp2 \
+    critic.strategy=fsdp2 \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.hybrid_engine=False \
+    actor_rollout_ref.actor.ppo_mini_batch_size=192 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=12 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=12 \
+    actor_rollout_ref.rollout.name=hf \
+    actor_rollout_ref.rollout.n=4 \
+    actor_rollout_ref.rollout.calculate_log_probs=True \
+    custom_reward_function.path=rewards/math.py \
+    trainer.n_gpus_per_node="${n_train}" \
+    trainer.nnodes=1 \
+    rollout.nnodes=1 \
+    rollout.n_gpus_per_node="${n_rollout}" \
+    trainer.total_epochs=2 \
+    trainer.val_before_train=True \
+    trainer.test_freq=-1
