@@ -19,7 +19,7 @@ from verl_trainers.cli import main
 from verl_trainers.commands.interrupts import Interrupts
 from verl_trainers.config.load import load_config
 from verl_trainers.recipes import toy
-from verl_trainers.recipes.catalog import RECIPES, recipes
+from verl_trainers.recipes.catalog import RECIPES, recipe_names, recipes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,7 +119,9 @@ def test_plugins_are_listed_with_what_offers_them_and_whether_they_can_be_used(
 
 def test_an_unknown_recipe_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "quikstart"]) == 2
-    assert "quickstart, smollm2_arithmetic" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "did you mean quickstart?" in err
+    assert ", ".join(recipe_names()) in err
 
 
 @pytest.mark.parametrize("arguments", [["run"], ["run", "quickstart", "--what"], ["recipes", "a=b"], []])

@@ -5,6 +5,7 @@ Imported before the arguments are known, so nothing heavy may be imported here.
 
 from __future__ import annotations
 
+import difflib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -34,7 +35,9 @@ def source_file(options: argparse.Namespace) -> Path:
     """Return the file of the recipe that was asked for. Raises `ConfigError` when there is none."""
     source = find_recipe(options.recipe)
     if source is None:
-        raise ConfigError(f"no recipe or file {options.recipe!r}; recipes: {', '.join(recipe_names())}")
+        near = difflib.get_close_matches(options.recipe, recipe_names(), n=1)
+        advice = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"no recipe or file {options.recipe!r}; {advice}recipes: {', '.join(recipe_names())}")
     return source
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_contracts.errors import PluginError
 from verl_contracts.plugins import FAMILIES, available, load_plugin
+from verl_contracts.plugins.finding import find_class
 
 if TYPE_CHECKING:
-    import importlib.metadata
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from verl_contracts.plugins import Family
 
+KEY = "plug-in"
+"""Stands for the config key in messages, since none names a plug-in here."""
 _TAIL = re.compile(r" \(process \d+\)|; usable here: [^;]*$")
 """Parts of a message that tell nothing where all plug-ins are listed."""
 
@@ -36,34 +39,48 @@ class PluginRow:
 
 
 def family_names() -> list[str]:
-    """Return the names of all families."""
-    return [family.name for family in FAMILIES.values()]
+    """Return the names of all families; one that a package keeps to itself is called by its entry-point group."""
+    return [*(family.name for family in FAMILIES.values()), *_private_groups()]
 
 
 def inspect_plugins(family: str | None = None) -> list[PluginRow]:
-    """Load every plug-in of one family, or of all for None. Costs their imports, which take seconds."""
-    return [
+    """Load every plug-in of one family, or of all for None. Costs their imports, which take seconds.
+
+    Those of a family that a package keeps to itself are imported only: their contract is not known here.
+    """
+    rows = [
         row
         for found in FAMILIES.values()
         if family in (None, found.name)
         for name, entries in available(found).items()
-        for row in _rows(found, name, entries)
+        for row in _rows(found.name, entries, partial(load_plugin, found, name, key=KEY))
     ]
+    for group in _private_groups():
+        if family in (None, group):
+            for entry in importlib.metadata.entry_points(group=group):
+                find = partial(find_class, entry.value, key=KEY, distribution=entry.dist)
+                rows += _rows(group, [entry], find)
+    return rows
 
 
-def _rows(family: Family[object], name: str, entries: Sequence[importlib.metadata.EntryPoint]) -> list[PluginRow]:
-    problem = _problem(family, name)
+def _private_groups() -> list[str]:
+    groups = {str(group) for group in importlib.metadata.entry_points().groups}
+    return sorted(group for group in groups if group.startswith("verl_") and group not in FAMILIES)
+
+
+def _rows(family: str, entries: Sequence[importlib.metadata.EntryPoint], load: Callable[[], type]) -> list[PluginRow]:
+    problem = _problem(load)
     return [
-        PluginRow(family=family.name, name=name, path=entry.value, distribution=_owner(entry), problem=problem)
+        PluginRow(family=family, name=entry.name, path=entry.value, distribution=_owner(entry), problem=problem)
         for entry in entries
     ]
 
 
-def _problem(family: Family[object], name: str) -> str | None:
+def _problem(load: Callable[[], type]) -> str | None:
     try:
-        load_plugin(family, name, key=family.key)
+        load()
     except PluginError as exc:
-        return _TAIL.sub("", str(exc).removeprefix(f"{family.key}: "))
+        return _TAIL.sub("", str(exc).removeprefix(f"{KEY}: "))
     except SystemExit as exc:  # raised by the plug-in's module while it is imported
         return f"importing it ended the process (SystemExit: {exc.code})"
     return None
