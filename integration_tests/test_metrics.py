@@ -48,3 +48,28 @@ def test_every_step_has_every_metric(mode: str, tmp_path: Path) -> None:
         assert {"seconds/update/forward_backward", "seconds/sync/transfer"} <= row.keys()
     (tracker,) = run.summary["trackers"]  # type: ignore[misc]
     assert tracker == {"name": "jsonl", "written": STEPS, "failed": 0, "lost": 0, "error": None}
+
+
+def test_a_tracker_that_fails_or_blocks_harms_no_run(tmp_path: Path) -> None:
+    run = train(
+        tmp_path / "run",
+        "trainer.mode=sync",
+        "runtime=local",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.logger=[outside_trackers.Refusing,jsonl,outside_trackers.Stuck]",
+        "trainer.logger_limit_s=1",
+    )
+    assert run.code == 0, run.output
+    refusing, jsonl, stuck = run.summary["trackers"]  # type: ignore[misc]
+    assert (refusing["failed"], refusing["error"]) == (STEPS, "ConnectionError: no route to host")
+    assert run.output.count("no route to host; training goes on") == 1
+    assert (jsonl["written"], jsonl["failed"], jsonl["error"]) == (STEPS, 0, None)
+    assert stuck["error"] == "TimeoutError: it took more than 1 s (trainer.logger_limit_s)"
+    assert stuck["written"] == 0
+
+
+def test_a_tracker_that_cannot_start_refuses_the_run(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "runtime=local", "trainer.logger=[outside_trackers.Unreachable]")
+    assert run.code == 2, run.output
+    assert "the tracker 'outside_trackers.Unreachable' did not start: no route to host" in run.output
+    assert not (tmp_path / "run").exists()

@@ -5,16 +5,21 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from verl_contracts.errors import ConfigError
+from verl_contracts.plugins import families, load_plugin
 from verl_contracts.testing.suites.tracker import TrackerSuite
 from verl_contracts.tracking import RunEnd, TrackedRun, Tracker
+from verl_trainers import recipes
+from verl_trainers.config.load import resolve_config
 from verl_trainers.config.schema import TrainerConfig
 from verl_trainers.tracking.guard import MAX_WAITING, GuardedTracker
 from verl_trainers.tracking.jsonl import JsonlTracker
@@ -270,6 +275,30 @@ def test_options_reach_the_tracker_that_they_name() -> None:
         build_tracker(Recorder, TrainerConfig(logger_options={"mine": {"note2": "x"}}), "mine")
     with pytest.raises(ConfigError, match=r"trainer\.logger_options\.mine: must be options"):
         build_tracker(Recorder, TrainerConfig(logger_options={"mine": 3}), "mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow"), ("mlflow", "alembic")],
+)
+def test_a_missing_library_is_said_with_its_extra_before_anything_starts(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for present in ("mlflow", "sqlalchemy"):
+        monkeypatch.setitem(sys.modules, present, ModuleType(present))
+    monkeypatch.setitem(sys.modules, module, None)
+    cls = load_plugin(families.TRACKER, name, key="trainer.logger")
+    with pytest.raises(ConfigError, match=rf"needs the module '{module}'.*pip install 'verl-trainers\[{name}\]'"):
+        build_tracker(cls, TrainerConfig(), name)
+
+
+def test_wrong_options_are_found_by_the_check_of_the_configuration(tmp_path: Path) -> None:
+    options = "trainer.logger_options={jsonl: {path: x}, wnadb: {}}"
+    recipe = Path(recipes.__file__).parent / "quickstart.yaml"
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(recipe, [options], run_dir=str(tmp_path))
+    assert "trainer.logger_options.jsonl.path: unknown option; JsonlTracker takes none" in str(caught.value)
+    assert "trainer.logger_options.wnadb: options of a tracker that trainer.logger does not choose" in str(caught.value)
 
 
 def test_numbers_that_are_not_finite_are_null_and_lines_are_there_at_once(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ _MODULES = (
     "balancer",
     "checkpoint",
     "manager",
+    "mode",
     "replica",
     "rewards",
     "runtime",
