@@ -59,11 +59,15 @@ def diagnose() -> Diagnosis:
     ]
     must_fix = [row.fix for row in software if row.fix is not None]
     unusable = [row for row in plugins if row.problem is not None]
+    absent: dict[str, list[str]] = {}
     for family, contract in zip(FAMILIES.values(), contracts, strict=True):
         if family.default is not None and not contract.usable:
-            reasons = [row.problem for row in unusable if row.family == family.name and row.problem is not None]
-            missing = f"pip install '{BROUGHT_BY.get(family.group, 'verl-trainers')}'   # no {family.name} is installed"
-            must_fix.append(f"no {family.name} can be used: {reasons[0]}" if reasons else missing)
+            reasons = [row.problem for row in unusable if row.family == family.name]
+            if reasons:
+                must_fix.append(f"no {family.name} can be used: {reasons[0]}")
+            else:
+                absent.setdefault(BROUGHT_BY.get(family.group, "verl-trainers"), []).append(family.name)
+    must_fix += [f"pip install '{package}'   # brings the {', '.join(names)}" for package, names in absent.items()]
     advice = [row.advice for row in machine if row.advice is not None]
     advice += [f"{row.family} {row.name!r} of {row.distribution} cannot be used: {row.problem}" for row in unusable]
     return Diagnosis(
