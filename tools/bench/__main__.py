@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,9 +50,11 @@ def main(arguments: Sequence[str]) -> int:
     for name in options.row or by_name:
         try:
             rows = _measure(by_name[name], options.pairs, options.smollm2)
-        except BenchError as exc:
+        except Exception as exc:  # whatever it was: the claims that follow have nothing to do with it
             failed += 1
-            print(f"{name}: not measured: {exc}", file=sys.stderr)
+            print(f"{name}: not measured: {type(exc).__name__}: {exc}", file=sys.stderr)
+            if not isinstance(exc, BenchError):
+                traceback.print_exc()
             continue
         if options.pairs >= ENOUGH:
             write_report(options.out / f"{name}.json", {**machine, "load": round(os.getloadavg()[0], 2)}, rows)

@@ -117,7 +117,7 @@ def read_speed(metrics: Path, work: Work) -> Speed:
 
     return Speed(
         samples_per_s=work.counted / (steps[work.steps]["time"] - steps[work.warm_up]["time"]),
-        response_tokens=mean("response_tokens"),
+        response_tokens=mean("response_length/mean"),
         reward=mean("reward"),
         untrained=mean("actor/zero_advantage_rows") / (work.groups * work.n),
     )
