@@ -224,11 +224,14 @@ class Decoder:
         else:
             step = Decode(self._cache, place, length=min(_round_up(needed, _ALIGN), self._cache.length))
         logits = self._forward.logits(ids[:, None], place[:, None], step)
-        temperature, top_p, top_k = (
-            None if values is None else self._put(values) for values in self._rows.sampling(width)
-        )
+        sampling = self._rows.sampling(width)
         chosen, logprobs = choose(
-            logits.float(), self._put(self._rows.randoms(width)), temperature=temperature, top_p=top_p, top_k=top_k
+            logits.float(),
+            self._put(sampling.u),
+            greedy=self._put_some(sampling.greedy),
+            temperature=self._put_some(sampling.temperature),
+            top_p=self._put_some(sampling.top_p),
+            top_k=self._put_some(sampling.top_k),
         )
         # One copy, since each waits for the device; float64 holds ids and float32 exactly.
         both = torch.stack([chosen.double(), logprobs.double()]).cpu().numpy()[:, :count]
@@ -237,6 +240,9 @@ class Decoder:
     def _put(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         """Return `values` on the device; on the CPU they share memory, and must not change before they are used."""
         return torch.from_numpy(values).to(self._shape.device, non_blocking=True)
+
+    def _put_some(self, values: npt.NDArray[np.generic] | None) -> torch.Tensor | None:
+        return None if values is None else self._put(values)
 
     def _fill(self) -> None:
         """Compute or copy the prefixes of jobs whose slots are empty, each distinct prefix once."""

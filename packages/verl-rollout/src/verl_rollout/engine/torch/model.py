@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 from dataclasses import dataclass
@@ -107,13 +108,20 @@ def _device(settings: RolloutSettings) -> torch.device:
 
 
 def release(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Give every parameter's memory back, to the device too; return what `allocate` needs to bring it back."""
+    """Give every parameter's memory back to the system; return what `allocate` needs to bring it back."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    if any(parameter.is_cuda for parameter in model.parameters()):
-        torch.cuda.empty_cache()
+    _trim()
     return shapes
+
+
+def _trim() -> None:
+    """Hand back what allocators keep of freed memory: torch's on a GPU, and glibc's, which can be all of it."""
+    torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def allocate(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:

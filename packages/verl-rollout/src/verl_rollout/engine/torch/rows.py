@@ -5,7 +5,7 @@ Row i belongs to slot i of the cache. Active rows are always the first ones, so 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,11 +16,21 @@ if TYPE_CHECKING:
 
     from verl_contracts.tokens import GenerationRequest
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "Sampling"]
 
 _STOPS = 4
 """Stop ids that a row has room for at first."""
 _NO_TOKEN = -1
+
+
+class Sampling(NamedTuple):
+    """Arguments of `choose`, [width] each; None where one would change nothing."""
+
+    u: npt.NDArray[np.float32]
+    greedy: npt.NDArray[np.bool_] | None
+    temperature: npt.NDArray[np.float32] | None
+    top_p: npt.NDArray[np.float32] | None
+    top_k: npt.NDArray[np.int64] | None
 
 
 class Rows:
@@ -38,6 +48,7 @@ class Rows:
         self._end: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         self._turn_start: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         self._stream: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
+        self._greedy: npt.NDArray[np.bool_] = np.zeros(count, dtype=np.bool_)
         self._temperature: npt.NDArray[np.float32] = np.ones(count, dtype=np.float32)
         self._top_p: npt.NDArray[np.float32] = np.ones(count, dtype=np.float32)
         self._top_k: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
@@ -52,9 +63,10 @@ class Rows:
         self._end[row] = len(prompt) + sampling.max_tokens
         self._turn_start[row] = len(prompt) - request.resumed_tokens
         self._stream[row] = stream
-        self._temperature[row] = sampling.temperature
-        self._top_p[row] = sampling.top_p
-        self._top_k[row] = sampling.top_k or 0
+        greedy = self._greedy[row] = sampling.temperature == 0
+        self._temperature[row] = 1.0 if greedy else sampling.temperature
+        self._top_p[row] = 1.0 if greedy else sampling.top_p
+        self._top_k[row] = 0 if greedy else sampling.top_k or 0
         stops = sampling.stop_token_ids
         if len(stops) > self._stops.shape[1]:
             wider = np.full((len(self._stops), len(stops)), _NO_TOKEN, dtype=np.int64)
@@ -74,6 +86,7 @@ class Rows:
             self._end,
             self._turn_start,
             self._stream,
+            self._greedy,
             self._temperature,
             self._top_p,
             self._top_k,
@@ -86,20 +99,17 @@ class Rows:
         position = self.position[:width]
         return self.tokens[self._all[:width], position], position
 
-    def randoms(self, width: int) -> npt.NDArray[np.float32]:
-        """Return the uniform numbers for the next tokens, [width]."""
-        return uniforms(self._stream[:width], self.position[:width] + 1 - self._turn_start[:width])
-
-    def sampling(
-        self, width: int
-    ) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32] | None, npt.NDArray[np.int64] | None]:
-        """Return temperature, top_p and top_k, [width] each; None where they would change nothing."""
-        temperature, top_p, top_k = self._temperature[:width], self._top_p[:width], self._top_k[:width]
+    def sampling(self, width: int) -> Sampling:
+        """Return how the next tokens are chosen."""
+        greedy, temperature = self._greedy[:width], self._temperature[:width]
+        top_p, top_k = self._top_p[:width], self._top_k[:width]
         truncated = bool((top_p < 1).any() or top_k.any())
-        return (
-            temperature if bool((temperature != 1).any()) else None,
-            top_p if truncated else None,
-            top_k if truncated else None,
+        return Sampling(
+            u=uniforms(self._stream[:width], self.position[:width] + 1 - self._turn_start[:width]),
+            greedy=greedy if greedy.any() else None,
+            temperature=temperature if bool((temperature != 1).any()) else None,
+            top_p=top_p if truncated else None,
+            top_k=top_k if truncated else None,
         )
 
     def advance(

@@ -49,25 +49,26 @@ def choose(
     logits: torch.Tensor,
     u: torch.Tensor,
     *,
+    greedy: torch.Tensor | None,
     temperature: torch.Tensor | None,
     top_p: torch.Tensor | None,
     top_k: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the chosen id and its log-prob for each row: [n] int64 and [n] float32.
 
-    `logits` is [n, V] float32 and `u` [n] float32 in [0, 1). `temperature` is [n], 0 for greedy rows; None means 1
-    everywhere. `top_p` and `top_k` are [n], 1 and 0 where nothing is truncated, and None together where no row is.
-    A row with NaN gets any id and a log-prob that is not finite. What one row gets does not depend on the others.
+    `logits` is [n, V] float32 and `u` [n] float32 in [0, 1). Where `greedy`, [n] bool, the likeliest id is taken; None
+    means nowhere. `temperature` is [n]; None means 1 everywhere. `top_p` and `top_k` are [n], 1 and 0 where nothing is
+    truncated, and None together where no row is. So the caller, who knows, says what need not be computed, and nobody
+    waits for a device to find out. A row with NaN gets any id and a log-prob that is not finite. What one row gets
+    does not depend on the others.
     """
-    greedy = None
     if temperature is not None:
-        greedy = temperature == 0
-        logits = logits / torch.where(greedy, 1.0, temperature)[:, None]
+        logits = logits / temperature[:, None]
     if top_p is not None and top_k is not None:
-        logits = _truncated(logits, top_p, top_k, greedy)
+        logits = _truncated(logits, top_p, top_k)
     probabilities = logits.softmax(dim=-1)
     ids = _draw(probabilities, u)
-    if greedy is not None and bool(greedy.any()):
+    if greedy is not None:
         ids = torch.where(greedy, logits.argmax(dim=-1), ids)
     return ids, probabilities.gather(1, ids[:, None])[:, 0].log_()
 
@@ -105,16 +106,9 @@ def _hit(weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return index[:, 0], inside[:, 0].clamp_(0.0, _BELOW_ONE)
 
 
-def _truncated(
-    logits: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, greedy: torch.Tensor | None
-) -> torch.Tensor:
+def _truncated(logits: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """Return logits with -inf outside the k likeliest and, of those, outside the nucleus of mass `top_p`."""
-    wanted = (top_p < 1) | (top_k > 0)
-    if greedy is not None:
-        wanted &= ~greedy
-    rows = wanted.nonzero()[:, 0]
-    if not len(rows):
-        return logits
+    rows = ((top_p < 1) | (top_k > 0)).nonzero()[:, 0]
     ranked, order = logits[rows].sort(dim=-1, descending=True, stable=True)
     k = top_k[rows][:, None]
     beyond_k = (k > 0) & (torch.arange(logits.shape[1], device=logits.device) >= k)
