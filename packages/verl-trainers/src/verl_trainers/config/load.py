@@ -111,7 +111,7 @@ def examine(source: Path | None, overrides: Sequence[str] = (), *, run_dir: str 
     mistakes += [
         mistake if mistake.place else replace(mistake, place=sources.place(mistake.key))
         for mistake in found
-        if not broken & {mistake.key, *mistake.uses}
+        if not mistake.follows_from(broken)
     ]
     return Examined(
         config=config,
@@ -142,10 +142,11 @@ def _check(config: RunConfig, run_dir: str) -> tuple[RunPlugins | None, ModePlan
     except ConfigError as exc:
         return None, None, [*mistakes, *(Mistake.parse(line) for line in str(exc).splitlines())]
     servers = plugins.llm_server_manager if plugins else usable(families.LLM_SERVER_MANAGER, servers_named)
-    mistakes += [*check_resources(config, plan.placement), *check_replicas(config, plan.placement)]
+    later = [*check_resources(config, plan.placement), *check_replicas(config, plan.placement)]
     if servers is not None:
-        mistakes += check_servers(config, plan.placement, servers)
-    return plugins, plan, mistakes
+        later += check_servers(config, plan.placement, servers)
+    known = {mistake.key for mistake in mistakes}
+    return plugins, plan, [*mistakes, *(mistake for mistake in later if not mistake.follows_from(known))]
 
 
 def _plan(config: RunConfig, mode: type[TrainerMode]) -> ModePlan:

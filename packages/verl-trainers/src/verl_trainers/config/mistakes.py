@@ -12,11 +12,11 @@ from verl_contracts.errors import ConfigError
 from verl_trainers.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 __all__ = ["Mistake", "config_error", "nearest"]
 
-_KEY = re.compile(r"[a-z_]\w*(\.[\w.\-\[\]]+)?")
+_KEY = re.compile(r"(?P<key>[a-z_]\w*(\.[\w.\-\[\]]+)?)(=(?P<value>\S+))?: ")
 _SECTIONS = frozenset(field.name for field in dataclasses.fields(RunConfig))
 
 
@@ -35,11 +35,21 @@ class Mistake:
 
     @classmethod
     def parse(cls, message: str, *, key: str = "") -> Mistake:
-        """Return the mistake that an error's message tells. It may begin with its key, else it is `key`."""
-        head, colon, text = message.partition(": ")
-        if colon and _KEY.fullmatch(head) and head.partition(".")[0] in _SECTIONS:
-            return cls(key=head, text=text)
-        return cls(key=key, text=message)
+        """Return the mistake that an error's message tells.
+
+        It may begin with ``key: `` or ``key=value: ``; else the mistake is one of `key`.
+        """
+        found = _KEY.match(message)
+        if found is None or found["key"].partition(".")[0] not in _SECTIONS:
+            return cls(key=key, text=message)
+        value = f"is {found['value']}: " if found["value"] is not None else ""
+        return cls(key=found["key"], text=f"{value}{message[found.end() :]}")
+
+    def follows_from(self, broken: Collection[str]) -> bool:
+        """Whether one of the keys that this mistake reads, or a section around it, is broken itself."""
+        return any(
+            key == wrong or key.startswith(f"{wrong}.") for key in (self.key, *self.uses) if key for wrong in broken
+        )
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.place, self.key, self.text) if part)

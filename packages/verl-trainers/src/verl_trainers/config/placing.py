@@ -160,6 +160,6 @@ def check_replicas(config: RunConfig, placement: Placement) -> list[Mistake]:
             key=f"{_ROLLOUT}.checkpoint_engine.min_healthy",
             text=f"is {wanted}, and there are {replicas} replicas: no sync could ever succeed; lower it, or give "
             "replicas more devices",
-            uses=(f"{_ROLLOUT}.n_gpus_per_node", "trainer.n_gpus_per_node"),
+            uses=(f"{_ROLLOUT}.n_gpus_per_node", "trainer.n_gpus_per_node", f"{_ROLLOUT}.tensor_model_parallel_size"),
         )
     ]

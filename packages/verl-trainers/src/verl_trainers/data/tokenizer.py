@@ -56,13 +56,16 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizer
     )
     options = {} if plain else {"trust_remote_code": trust_remote_code}
     try:
-        return load(path, local_files_only=True, **options)
+        tokenizer = load(path, local_files_only=True, **options)
+        if len(tokenizer) <= len(tokenizer.get_added_vocab()):  # some are made of nothing when their files are missing
+            raise ValueError("it has no vocabulary")
     except Exception as exc:  # the libraries below raise what they like, plain Exception included
         text = str(exc).strip().partition("\n")[0]
         raise DataError(
             f"{_KEY}: no usable tokenizer in {path}: {text}; copy tokenizer.json and tokenizer_config.json of the "
             "model into it"
         ) from exc
+    return tokenizer
 
 
 class PromptTokenizer:

@@ -74,7 +74,7 @@ def _inspect(
             lines += verdict.lines
             warnings += verdict.warnings
             found += verdict.mistakes
-    placed = (replace(m, place=place(m.key)) for m in found if not broken & {m.key, *m.uses})
+    placed = (replace(m, place=place(m.key)) for m in found if not m.follows_from(broken))
     return Report(mistakes=(*known, *placed), warnings=tuple(warnings), lines=tuple(lines), inputs=inputs)
 
 

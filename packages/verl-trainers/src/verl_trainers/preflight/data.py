@@ -76,8 +76,9 @@ def read_inputs(config: RunConfig, plan: ModePlan | None) -> InputFindings:
     def read_train() -> None:
         found.train = PromptSource.open(data, files=data.train_files, tokenizer=tokenizers[0], epochs=epochs)
         found.lines.append(f"data.train_files: {_lengths_line(found.train, config)}")
-        found.steps = count_steps(config, found.train.num_rows)
-        found.lines.append(found.steps.message)
+        if data.train_batch_size >= 1 and config.trainer.total_epochs >= 1:  # else it is said elsewhere
+            found.steps = count_steps(config, found.train.num_rows)
+            found.lines.append(found.steps.message)
 
     def read_validation() -> None:
         found.validation = PromptSource.open(
@@ -90,7 +91,7 @@ def read_inputs(config: RunConfig, plan: ModePlan | None) -> InputFindings:
         found.attempt(lambda: _check_weights(found, model.path))
         found.attempt(read_tokenizer)
     part = part_of(config)
-    if part == "train_only" and _are_there(data.rollout_files):
+    if found.model is not None and part == "train_only" and _are_there(data.rollout_files):
         found.attempt(lambda: _read_saved(found, config, plan))
     if tokenizers and part in ("whole", "rollout_only") and _are_there(data.train_files):
         found.attempt(read_train)
