@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from verl_contracts.errors import ConfigError
 from verl_trainers.convert.inputs import Source, read_input
+from verl_trainers.convert.shell import read_commands
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -177,3 +181,35 @@ def test_refusal_when_a_file_is_unreadable(tmp_path: Path, name: str, text: str 
 def test_refusal_when_nothing_is_given() -> None:
     with pytest.raises(ConfigError, match="nothing to convert"):
         read_input([])
+
+
+PIECES = [
+    "$",
+    "${",
+    "$((",
+    "$(",
+    "(",
+    ")",
+    "))",
+    "{",
+    "}",
+    '"',
+    "'",
+    "\\",
+    "`",
+    "\n",
+    " ",
+    "a",
+    "b=",
+    "A=(",
+    "[@]",
+    ":-",
+]
+PIECES += [";", "&", "|", "#", "<<E", "E", "1", "if", "fi", "+=", "@", "*", f"{LAUNCH} x.y="]
+
+
+@settings(max_examples=300, deadline=2000)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=25))
+def test_reading_when_a_script_is_nonsense(pieces: list[str]) -> None:
+    with suppress(ValueError):  # an unclosed bracket, which is said with its line
+        read_commands("".join(pieces), ["one"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -272,6 +273,14 @@ def test_command_when_all_keys_are_asked_for(capsys: pytest.CaptureFixture[str])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + len(TABLE)
     assert f"| `{ACTOR}.ppo_epochs` | same |  |" in lines
+
+
+def test_exit_code_when_nobody_reads() -> None:
+    code = f"import sys; from verl_trainers.cli import main; sys.exit(main(['convert', *{WHOLE!r}, 'x.y=1']))"
+    line = f'{sys.executable} -c "$CODE" | true; exit "${{PIPESTATUS[0]}}"'
+    done = subprocess.run(["bash", "-c", line], env={**os.environ, "CODE": code}, timeout=60, capture_output=True)
+    assert done.returncode == PARTIAL
+    assert b"Traceback" not in done.stderr
 
 
 def test_import_when_the_parser_is_made() -> None:

@@ -4,13 +4,13 @@ Exit codes: 0 every key was converted; 2 the input cannot be read, or launches n
 something of the input is not in it or has to be done by hand. With `--strict`, 3 writes nothing.
 """
 
-# ruff: noqa: T201  a command prints
 from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from verl_contracts.errors import ConfigError
 from verl_trainers.commands.arguments import FINE
@@ -62,22 +62,31 @@ def run(options: argparse.Namespace) -> int:
     late.set_defaults(out=options.out, strict=options.strict, keys=options.keys)
     options, words = late.parse_known_args(options.words)  # options may also stand behind what is converted
     if options.keys:
-        print(render_keys())
+        _say(render_keys(), sys.stdout)
         return FINE
     conversion = convert(read_input(words))
-    print(render_report(conversion), file=sys.stderr)
     if options.strict and not conversion.is_whole:
-        print("\nnothing was written (--strict)", file=sys.stderr)
+        _say(f"{render_report(conversion)}\n\nnothing was written (--strict)", sys.stderr)
         return PARTIAL
     recipe = render_recipe(conversion, name=_name(words))
     if options.out is None:
-        print(recipe, end="")
+        _say(recipe.removesuffix("\n"), sys.stdout)
     else:
-        try:
-            Path(options.out).write_text(recipe, encoding="utf-8")
-        except OSError as exc:
-            raise ConfigError(f"--out {options.out}: cannot be written: {exc.strerror}") from exc
+        _write(Path(options.out), recipe)
+    _say(render_report(conversion), sys.stderr)
     return FINE if conversion.is_whole else PARTIAL
+
+
+def _say(text: str, stream: TextIO) -> None:
+    with suppress(BrokenPipeError):  # nobody reads any more, as behind `| head`; the exit code still counts
+        print(text, file=stream, flush=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"--out {path}: cannot be written: {exc.strerror}") from exc
 
 
 def _name(words: Sequence[str]) -> str:

@@ -289,6 +289,7 @@ ACTOR = (
                 why="rows over all devices",
             ),
             fixed("log_prob_use_dynamic_bsz", BY_TOKENS, any_value=True),
+            fixed("optim.**", "the reference is never trained", any_value=True),
             fixed("model.**", "the reference is the initial policy", when=REFERENCE),
             *fsdp(is_reference=True),
             *BOTH,

@@ -8,7 +8,35 @@ __all__ = ["OTHERS"]
 
 MEGATRON = "weights are sharded by FSDP2 only"
 
+OTHER_ENGINE = When("actor_rollout_ref.actor.strategy", ("megatron", "veomni", "torchtitan"))
+OTHER_OPTIMIZERS = (
+    "decay_type",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "lr_decay_ratio",
+    "lr_decay_steps",
+    "lr_decay_style",
+    "lr_min",
+    "lr_start",
+    "lr_warmup_init",
+    "lr_wsd_decay_*",
+    "main_grads_dtype",
+    "min_lr",
+    "min_lr_factor",
+    "muon_*",
+    "name",
+    "use_checkpoint_opt_param_scheduler",
+    "use_layer_wise_distributed_optimizer",
+    "use_precision_aware_optimizer",
+    "weight_decay_incr_style",
+)
+"""Options that only the optimizers of upstream's other engines have."""
+
 OTHERS = (
+    *(
+        fixed(f"actor_rollout_ref.actor.optim.{name}", "an option of another engine's optimizer", when=OTHER_ENGINE)
+        for name in OTHER_OPTIMIZERS
+    ),
     fixed("defaults", "upstream's defaults that differ from ours are written out", any_value=True),
     fixed("hydra.**", "no Hydra runs here", near="verl-train run RECIPE --out DIR", loses=RECORD, ok=(None,)),
     fixed("actor_rollout_ref.hybrid_engine", "trainer.mode says where replicas live", any_value=True),
