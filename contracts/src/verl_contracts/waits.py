@@ -162,7 +162,7 @@ async def bounded(
     alarm, key = waits._alarm(loop), waits._next_key()
     alarm.add(key, row)
     try:
-        return await awaitable
+        return await awaitable  # wait: the alarm ends it
     except asyncio.CancelledError as exc:
         if row.expired:
             row.expired = False

@@ -48,7 +48,7 @@ class RolloutSaver:
     async def update(self, batch: TrainBatch, context: StepContext, /, *, deadline: Deadline) -> StepResult:
         """Fetch the payloads and write them down. The policy stays what it was."""
         began = time.perf_counter()
-        parts = await asyncio.gather(*(self._fetch(row.payload, deadline) for row in batch.rows))  # wait: has deadline
+        parts = await asyncio.gather(*(self._fetch(row.payload, deadline) for row in batch.rows))
         lines = [
             group_line(uid, list(samples))
             for uid, samples in groupby(zip(batch.rows, parts, strict=True), key=lambda pair: pair[0].uid)
