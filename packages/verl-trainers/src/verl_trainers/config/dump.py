@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 if TYPE_CHECKING:
     from verl_trainers.config.schema import RunConfig
 
-__all__ = ["dump_config"]
+__all__ = ["dump_config", "plain_value"]
 
 
 def dump_config(config: RunConfig, *, derived: Mapping[str, object] | None = None) -> str:
@@ -24,12 +24,13 @@ def dump_config(config: RunConfig, *, derived: Mapping[str, object] | None = Non
 
 
 def _sections(tree: Mapping[str, object]) -> dict[str, object]:
-    return {key: _plain(item) for key, item in tree.items()}
+    return {key: plain_value(item) for key, item in tree.items()}
 
 
-def _plain(value: object) -> object:
+def plain_value(value: object) -> object:
+    """Return `value` as plain dicts and lists, with text that looks like a reference escaped."""
     if isinstance(value, Mapping):
         return _sections(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     return value.replace("${", "\\${") if isinstance(value, str) else value
