@@ -136,12 +136,15 @@ class Transfer:
         bucket_bytes: int = 1 << 20,
         limit_s: float = 20.0,
         endpoints: Transfer | None = None,
+        keep_ring: bool = True,
     ) -> None:
         session = new_session()
         self.source = source
         if endpoints is None:
-            self.sender = ShmSender(owner="trainer", rank=0, clock=CLOCK)
-            self.receivers = [ShmReceiver(owner=f"r{index}", clock=CLOCK) for index in range(receivers)]
+            self.sender = ShmSender(owner="trainer", rank=0, clock=CLOCK, keep_ring=keep_ring)
+            self.receivers = [
+                ShmReceiver(owner=f"r{index}", clock=CLOCK, keep_ring=keep_ring) for index in range(receivers)
+            ]
         else:
             self.sender, self.receivers = endpoints.sender, endpoints.receivers
         manifest = source.manifest(1)

@@ -41,7 +41,7 @@ class SingleHostPlanner:
         """Return the plan, senders by rank and receivers as given.
 
         Raises `ConfigError` for no, doubled or too many endpoints, for a trainer without rank 0, for a bucket of no
-        bytes, and for a receiver on another host.
+        bytes, and for a receiver on another host or in another container.
         """
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; give at least 1 byte")
@@ -61,6 +61,14 @@ class SingleHostPlanner:
                     f"the shm backend connects processes of one host, but sender {ordered[0].owner} rank 0 is on "
                     f"{ordered[0].node!r} and receiver {receiver.owner} rank {receiver.rank} on {receiver.node!r}; "
                     "choose a backend that crosses hosts, or place both on one"
+                )
+            scopes = ordered[0].address.get("scope"), receiver.address.get("scope")
+            if scopes[0] != scopes[1]:
+                raise ConfigError(
+                    f"both {ordered[0].owner} rank 0 and {receiver.owner} rank {receiver.rank} are on "
+                    f"{receiver.node!r}, but neither sees the other's processes (scopes {scopes[0]} and {scopes[1]}): "
+                    "they run in different containers, or on hosts of the same name; place them in one container, let "
+                    "the containers share a pid namespace, or choose a backend that crosses hosts"
                 )
         return Plan(
             session=session,

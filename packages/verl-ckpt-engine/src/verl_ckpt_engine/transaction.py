@@ -42,6 +42,7 @@ __all__ = ["Member", "Outcome", "Transaction", "describe", "despite_cancellation
 
 _log = logging.getLogger(__name__)
 
+_PHASE_LIMIT = "actor_rollout_ref.rollout.checkpoint_engine.phase_limit_s"
 _OWN_SHARE = 0.9
 """Share of a phase's limit that hosts are given, so that their error, which knows the tensor, comes before ours."""
 
@@ -174,7 +175,7 @@ class Transaction:
             member.phase = name
         begun = self.clock.now()
         try:
-            yield self.deadline.within(self.clock, self.settings.phase_limit_s)
+            yield self.deadline.within(self.clock, self.settings.phase_limit_s, setting=_PHASE_LIMIT)
         finally:
             self.seconds[name] = self.clock.now() - begun
             self.events.emit("sync.phase", {"version": self.version, "phase": name, "seconds": self.seconds[name]})

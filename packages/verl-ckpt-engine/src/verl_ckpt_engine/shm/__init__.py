@@ -1,8 +1,9 @@
 """The `shm` backend: one host, one writing rank, any number of reading ranks, one ring in shared memory.
 
-`segment` owns the file and its header, `frames` what a frame says, `waiting` how both sides wait for each other;
-`sender` and `receiver` are the two roles, `outgoing` and `incoming` one transfer of each. Nothing here knows replicas
-or transactions; see `verl_ckpt_engine.manager`.
+`memory` is what processes share. `ring` is the sender's, with `geometry` for its places and `frames` for what a frame
+says; `page` is each reader's. `sender` and `receiver` are the two roles, `outgoing` and `incoming` one transfer of
+each, `audience` the readers of one send, `waiting` how both sides wait. Nothing here knows replicas or transactions;
+see `verl_ckpt_engine.manager`.
 """
 
 from __future__ import annotations
