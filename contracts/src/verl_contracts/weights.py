@@ -157,7 +157,8 @@ class WeightTarget(Protocol):
 class WeightSender(Protocol):
     """One trainer rank's half of a transfer. Blocking; runs on the rank's compute thread, except `abort`.
 
-    `prepare` → `send` → `close`. `abort` may come from another thread at any time and ends a blocked `send`.
+    `prepare` → `send` → `close`, again and again. `abort` may come from another thread at any time and ends a blocked
+    `send`. A `close` while a `send` still runs is legal too, and so is the next `prepare`.
     """
 
     def prepare(self, manifest: Manifest, /, *, session: str) -> EndpointInfo:
@@ -178,7 +179,10 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """One engine rank's half of a transfer. Blocking; runs on the rank's compute thread, except `abort`."""
+    """One engine rank's half of a transfer. Blocking; runs on the rank's compute thread, except `abort`.
+
+    `prepare` → `receive` → `close`, again and again, with `abort` and `close` at any time, as for a `WeightSender`.
+    """
 
     def prepare(self, *, session: str, rank: int) -> EndpointInfo:
         """Create what the sender needs in order to connect."""

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
     from verl_contracts.clock import Deadline
     from verl_contracts.training import PolicyLossInputs
-    from verl_contracts.weights import Plan, WeightReceiver, WeightSender, WeightSource, WeightTarget
+    from verl_contracts.weights import (
+        EndpointInfo,
+        Manifest,
+        Plan,
+        WeightReceiver,
+        WeightSender,
+        WeightSource,
+        WeightTarget,
+    )
 
 EVERY_BIT = "test_every_bit_arrives_for_every_bucket_size"
 SMALL = {"bucket_bytes": 4999, "receivers": 1}
@@ -136,6 +144,16 @@ class ClosesOnce(MemorySender):
         super().close()
 
 
+class ServesOnce(MemorySender):
+    served = False
+
+    def prepare(self, manifest: Manifest, /, *, session: str) -> EndpointInfo:
+        if self.served:
+            raise WeightSyncError("prepare", "served already")
+        self.served = True
+        return super().prepare(manifest, session=session)
+
+
 def _backend(
     name: str, sender: type[WeightSender] = MemorySender, receiver: type[WeightReceiver] = MemoryReceiver
 ) -> type:
@@ -175,6 +193,11 @@ BACKEND = [
         kind=_backend("Mess", sender=LeavesAMess),
         test="test_receiver_that_fails_ends_the_sender_with_its_words",
         says="still open",
+    ),
+    Broken(
+        kind=_backend("ServesOnce", sender=ServesOnce),
+        test="test_same_objects_serve_one_session_after_another",
+        says="served already",
     ),
     Broken(
         kind=_backend("Once", sender=ClosesOnce),

@@ -195,11 +195,14 @@ class Session:
         *,
         bucket_bytes: int = 1 << 20,
         version: int = 1,
+        sender: WeightSender | None = None,
     ) -> None:
+        """`sender` is one that served a session before; None makes a new one."""
         self.source = source
         self.receivers = receivers
         session = f"kit{os.getpid()}x{next(_sessions)}"
-        self.sender = cast("Callable[..., WeightSender]", backend.sender_class)(owner="trainer", rank=0, clock=CLOCK)
+        make = cast("Callable[..., WeightSender]", backend.sender_class)
+        self.sender = sender or make(owner="trainer", rank=0, clock=CLOCK)
         manifest = source.manifest(version)
         try:
             mine = self.sender.prepare(manifest, session=session)

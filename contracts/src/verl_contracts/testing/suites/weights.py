@@ -16,7 +16,7 @@ import pytest
 from verl_contracts.errors import ConfigError, WeightSyncError
 from verl_contracts.plugins import check_plugin, families
 from verl_contracts.testing.suites.base import ContractSuite
-from verl_contracts.testing.tensors import ListSource, payload_digest
+from verl_contracts.testing.tensors import KeepingTarget, ListSource, payload_digest
 from verl_contracts.testing.transfers import ProcessReceiver, Session, ThreadReceiver
 from verl_contracts.weights import WireFormat
 
@@ -117,6 +117,17 @@ class WeightBackendSuite(ContractSuite, abc.ABC, suite=True):
         with Session(backend, ListSource({}), [ThreadReceiver(backend, "r0")]) as session:
             sent, received = session.transfer()
         assert [(report.tensors, report.num_bytes) for report in [sent, *received]] == [(0, 0), (0, 0)]
+
+    def test_same_objects_serve_one_session_after_another(self) -> None:
+        backend, sender = self.backend(), None
+        side = ThreadReceiver(backend, "r0")
+        for size in (3, 70_000, 5):  # what was made for one must neither cramp the next nor show through
+            tensors = {**_tensors(), "this time": torch.full((size,), size)}
+            side.target = KeepingTarget()
+            with Session(backend, ListSource(tensors), [side], sender=sender) as session:
+                session.transfer()
+                sender = session.sender
+            assert side.digests() == _digests(tensors)
 
     def test_digest_tells_payloads_apart(self) -> None:
         backend = self.backend()

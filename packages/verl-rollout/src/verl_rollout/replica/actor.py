@@ -45,6 +45,8 @@ class ReplicaActor:
         )
         self._receiver_class = backend.receiver_class
         self._receiver: WeightReceiver | None = None
+        """Made for the first sync and kept for all: what it has mapped serves the next one too."""
+        self._receiver_prepared = False
         engine_class = load_plugin(ENGINE, settings.engine, key=ENGINE_KEY, role=replica_id)
         self._engine = engine_class.create(settings, replica_id=replica_id, clock=context.clock)
         self._death: FailureRecord | None = None
@@ -86,20 +88,22 @@ class ReplicaActor:
         await self._engine.wake()
 
     def receiver_prepare(self, manifest: Manifest, session: str) -> EndpointInfo:
-        """Create what the sender needs in order to connect. A receiver left over from another sync is closed."""
+        """Create what the sender needs in order to connect. A session left over from another sync is closed."""
         self.receiver_close()
         self._engine.check_manifest(manifest)
-        self._receiver = build_plugin(
-            self._receiver_class,
-            {},
-            key=families.WEIGHT_BACKEND.key,
-            arguments={"owner": self._replica_id, "clock": self._context.clock},
-        )
+        if self._receiver is None:
+            self._receiver = build_plugin(
+                self._receiver_class,
+                {},
+                key=families.WEIGHT_BACKEND.key,
+                arguments={"owner": self._replica_id, "clock": self._context.clock},
+            )
+        self._receiver_prepared = True
         return self._receiver.prepare(session=session, rank=0)
 
     def receiver_transfer(self, plan: Plan, deadline: Deadline) -> TransferReport:
         """Load the whole stream into the engine, which is invalid from here until `receiver_commit`."""
-        if self._receiver is None:
+        if self._receiver is None or not self._receiver_prepared:
             raise StateError(f"{self._replica_id}: a transfer of {plan.session} was asked for, and nothing is prepared")
         self._engine.begin_update()
         return self._receiver.receive(plan, self._engine.target(), deadline=deadline)
@@ -110,20 +114,21 @@ class ReplicaActor:
 
     async def receiver_abort(self, reason: str) -> None:
         """Make a transfer that is under way raise."""
-        if self._receiver is not None:
+        if self._receiver is not None and self._receiver_prepared:
             self._receiver.abort(reason)
 
     def receiver_close(self) -> None:
         """Remove what `receiver_prepare` created."""
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
+        if self._receiver is not None and self._receiver_prepared:
+            self._receiver_prepared = False
+            self._receiver.close()
 
     async def close(self) -> None:
         """Stop the engine and drop the receiver."""
         if self._receiver is not None:
             self._receiver.abort("the replica closes")
             self.receiver_close()
+            self._receiver = None
         await self._engine.close()
 
     def _died(self, exc: Exception) -> FailureRecord:
