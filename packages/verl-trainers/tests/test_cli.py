@@ -145,6 +145,21 @@ def test_check_says_how_the_data_end_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_the_printed_configuration_can_be_checked_in_turn(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    assert main([command, "quickstart", *STANDINS, "--print-config", "--out", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "# override 'trainer.mode=sync'" in text
+    assert not folder.exists()
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(text)
+    assert main(["check", str(printed), "--out", str(tmp_path / "other")]) == 0
+    assert main([command, "quickstart", "data.trian=1", "--print-config"]) == 2
+
+
 def test_check_shows_all_mistakes_one_per_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     wrong = ["data.trian_files=x", "reward.limit_s=0", "actor_rollout_ref.rollout.n=1", "runtime_options={cpus: 2}"]
     assert main(["check", "quickstart", *STANDINS, *wrong]) == 2

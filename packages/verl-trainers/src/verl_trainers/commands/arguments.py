@@ -3,6 +3,7 @@
 Imported before the arguments are known, so nothing heavy may be imported here.
 """
 
+# ruff: noqa: T201  a command prints
 from __future__ import annotations
 
 import difflib
@@ -19,7 +20,16 @@ if TYPE_CHECKING:
     Subparsers: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
     """Where a command adds its parser."""
 
-__all__ = ["FAILED", "FINE", "INTERRUPTED", "REFUSED", "add_recipe_arguments", "out_folder", "source_file"]
+__all__ = [
+    "FAILED",
+    "FINE",
+    "INTERRUPTED",
+    "REFUSED",
+    "add_recipe_arguments",
+    "out_folder",
+    "print_config",
+    "source_file",
+]
 
 FINE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -29,6 +39,22 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE|FILE", help="name of a shipped recipe, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the recipe")
     parser.add_argument("--out", metavar="DIR", help="run folder (default: runs/RECIPE-TIME)")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print every key with its value and where that came from, and do nothing else",
+    )
+
+
+def print_config(options: argparse.Namespace) -> int:
+    """Print the resolved configuration as YAML that can be run. Raises `ConfigError` with all its mistakes."""
+    from verl_trainers.config.load import resolve_config
+    from verl_trainers.config.show import render_with_sources
+
+    source = source_file(options)
+    out = str(out_folder(options, source))
+    print(render_with_sources(resolve_config(source, options.overrides, run_dir=out), run_dir=out), end="")
+    return FINE
 
 
 def source_file(options: argparse.Namespace) -> Path:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from verl_trainers.commands.arguments import add_recipe_arguments, out_folder, source_file
+from verl_trainers.commands.arguments import add_recipe_arguments, out_folder, print_config, source_file
 
 if TYPE_CHECKING:
     import argparse
@@ -25,6 +25,8 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check, and print every finding: what is true to standard output, what is wrong to standard error."""
+    if options.print_config:
+        return print_config(options)
     source = source_file(options)
 
     from verl_trainers.preflight import preflight_file, wants_color

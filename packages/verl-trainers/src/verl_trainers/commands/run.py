@@ -9,7 +9,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from verl_contracts.errors import ConfigError, DataError, VerlError
-from verl_trainers.commands.arguments import FAILED, FINE, add_recipe_arguments, out_folder, source_file
+from verl_trainers.commands.arguments import FAILED, FINE, add_recipe_arguments, out_folder, print_config, source_file
 from verl_trainers.commands.interrupts import Interrupts
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train. Raises `ConfigError` and `DataError` for what cannot be run; nothing is left of it then."""
+    if options.print_config:
+        return print_config(options)
     source = source_file(options)
     out = out_folder(options, source)
     interrupts = Interrupts()

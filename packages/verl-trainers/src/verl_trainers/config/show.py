@@ -26,9 +26,12 @@ _COLUMN = 72
 """Where the comments begin, unless a line is longer."""
 
 
-def render_with_sources(resolved: ResolvedConfig) -> str:
-    """Return YAML with a comment on each line: default, ``file:line``, override, or derived from what."""
-    lines = _lines(resolved.config, RunConfig(), "", resolved.places, derived_values(resolved))
+def render_with_sources(resolved: ResolvedConfig, *, run_dir: str = "") -> str:
+    """Return YAML with a comment on each line: default, ``file:line``, override, or derived from what.
+
+    Where a value names `run_dir`, the YAML has ``${run_dir}``, so that it can be run in another folder.
+    """
+    lines = _lines(resolved.config, RunConfig(), "", resolved.places, derived_values(resolved), run_dir)
     return "".join(f"{line:{_COLUMN}}  # {origin}\n" if origin else f"{line}\n" for line, origin in lines)
 
 
@@ -73,6 +76,7 @@ def _lines(
     prefix: str,
     places: Mapping[str, str],
     derived: Mapping[str, tuple[object, str]],
+    run_dir: str,
 ) -> Iterator[tuple[str, str]]:
     """Yield each line and the comment on it, which is empty for the head of a section."""
     indent = "  " * prefix.count(".")
@@ -80,12 +84,12 @@ def _lines(
         key, value, usual = f"{prefix}{field.name}", getattr(section, field.name), getattr(default, field.name)
         if dataclasses.is_dataclass(value):
             yield f"{indent}{field.name}:", ""
-            yield from _lines(value, usual, f"{key}.", places, derived)
+            yield from _lines(value, usual, f"{key}.", places, derived, run_dir)
             continue
         origin = _origin(key, places, changed=value != usual)
         if key in derived:
             value, origin = derived[key]
-        yield f"{indent}{field.name}: {_inline(value)}", origin
+        yield f"{indent}{field.name}: {_inline(value, run_dir)}", origin
 
 
 def _origin(key: str, places: Mapping[str, str], *, changed: bool) -> str:
@@ -100,7 +104,17 @@ def _origin(key: str, places: Mapping[str, str], *, changed: bool) -> str:
     return "default"
 
 
-def _inline(value: object) -> str:
+def _movable(value: object, run_dir: str) -> object:
+    """Return a plain `value` with ``${run_dir}`` for the folder."""
+    if isinstance(value, dict):
+        return {key: _movable(item, run_dir) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_movable(item, run_dir) for item in value]
+    return value.replace(run_dir, "${run_dir}") if run_dir and isinstance(value, str) else value
+
+
+def _inline(value: object, run_dir: str) -> str:
     """Return `value` as YAML on one line."""
-    text: str = yaml.safe_dump(plain_value(value), default_flow_style=True, allow_unicode=True, width=math.inf)
+    plain = _movable(plain_value(value), run_dir)
+    text: str = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=math.inf)
     return text.removesuffix("...\n").strip()
