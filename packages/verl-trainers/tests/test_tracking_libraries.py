@@ -1,4 +1,4 @@
-"""Trackers with the real libraries, read back from the files that these leave. Run by the session tests-trainers-trackers."""
+"""Trackers with the real libraries, read back from the files that they leave: the session tests-trainers-trackers."""
 
 from __future__ import annotations
 

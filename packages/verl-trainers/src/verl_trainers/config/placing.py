@@ -59,6 +59,7 @@ def build_rollout_settings(config: RunConfig, placement: Placement) -> RolloutSe
         engine=rollout.name,
         num_replicas=max(1, placement.standalone_devices // max(1, rollout.tensor_model_parallel_size)),
         devices_per_replica=rollout.tensor_model_parallel_size,
+        device=config.trainer.device,
         dtype=rollout.dtype,
         max_model_len=max_model_len(config),
         max_num_seqs=rollout.max_num_seqs,
