@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -96,6 +97,20 @@ def test_bounded_wait_raises_and_cancels_at_the_deadline() -> None:
         assert str(caught.value) == "waited 3 s for join, held by r1, r2"
         assert clock.now() == pytest.approx(3.0)
         assert cancelled.is_set()
+
+    virtually(case)
+
+
+def test_a_wait_that_runs_out_names_the_setting_of_its_limit() -> None:
+    async def case(clock: VirtualClock) -> None:
+        whole = Deadline.after(clock, 100.0, setting="trainer.step_limit_s")
+        part = whole.within(clock, 1.0, setting="reward.limit_s")
+        assert part.within(clock, 50.0, setting="other") is part
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with pytest.raises(WaitTimeout, match=r"held by nobody; the limit is reward\.limit_s$") as caught:
+            await bounded(never, subject="it", holder="nobody", deadline=part, clock=clock)
+        copy = pickle.loads(pickle.dumps(caught.value))
+        assert (str(copy), copy.setting) == (str(caught.value), "reward.limit_s")
 
     virtually(case)
 

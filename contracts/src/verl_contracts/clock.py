@@ -57,17 +57,19 @@ class Deadline:
     """Monotonic seconds, on the clock that made it."""
     limit_s: float
     """Seconds that were allowed in total, for messages."""
+    setting: str = ""
+    """Config key that the limit comes from, for messages; empty when it comes from none."""
 
     @classmethod
-    def after(cls, clock: Clock, seconds: float) -> Deadline:
+    def after(cls, clock: Clock, seconds: float, *, setting: str = "") -> Deadline:
         """Return the deadline `seconds` from now on `clock`."""
-        return cls(at=clock.now() + seconds, limit_s=seconds)
+        return cls(at=clock.now() + seconds, limit_s=seconds, setting=setting)
 
     def remaining(self, clock: Clock) -> float:
         """Return the seconds left on `clock`, never negative."""
         return max(0.0, self.at - clock.now())
 
-    def within(self, clock: Clock, seconds: float) -> Deadline:
-        """Return the earlier of this deadline and one `seconds` from now."""
-        other = Deadline.after(clock, seconds)
+    def within(self, clock: Clock, seconds: float, *, setting: str = "") -> Deadline:
+        """Return the earlier of this deadline and one `seconds` from now, which `setting` names."""
+        other = Deadline.after(clock, seconds, setting=setting)
         return other if other.at < self.at else self

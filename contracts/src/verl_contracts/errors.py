@@ -70,16 +70,21 @@ class RunFailed(VerlError, RuntimeError):
 
 
 class WaitTimeout(VerlError, TimeoutError):
-    """A bounded wait that ran out: `subject` was awaited, `holder` should have provided it."""
+    """A bounded wait that ran out: `subject` was awaited, `holder` should have provided it.
 
-    def __init__(self, subject: str, holder: str, limit_s: float) -> None:
-        super().__init__(subject, holder, limit_s)
+    `setting` is the config key that the limit comes from, empty when it comes from none.
+    """
+
+    def __init__(self, subject: str, holder: str, limit_s: float, setting: str = "") -> None:
+        super().__init__(subject, holder, limit_s, setting)
         self.subject = subject
         self.holder = holder
         self.limit_s = limit_s
+        self.setting = setting
 
     def __str__(self) -> str:
-        return f"waited {self.limit_s:.3g} s for {self.subject}, held by {self.holder}"
+        named = f"; the limit is {self.setting}" if self.setting else ""
+        return f"waited {self.limit_s:.3g} s for {self.subject}, held by {self.holder}{named}"
 
 
 class ActorFailed(VerlError, RuntimeError):

@@ -167,7 +167,8 @@ async def bounded(
         if row.expired:
             row.expired = False
             if task.uncancel() <= begun:  # nobody else asked for it
-                raise WaitTimeout(subject, holder if isinstance(holder, str) else holder(), deadline.limit_s) from exc
+                who = holder if isinstance(holder, str) else holder()
+                raise WaitTimeout(subject, who, deadline.limit_s, deadline.setting) from exc
         raise
     finally:
         del alarm.rows[key]

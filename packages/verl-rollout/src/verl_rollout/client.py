@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BalancedClient", "ResumableClient"]
 
+_REQUEST_LIMIT = "actor_rollout_ref.rollout.request_limit_s"
+
 _log = logging.getLogger(__name__)
 
 
@@ -84,7 +86,8 @@ class BalancedClient:
         """Ask one replica. Raises `_ReplicaFailed` for its failures, everything else as it is."""
         try:
             replica = await self._replica(replica_id)
-            reply = await replica.generate(request, deadline=deadline.within(self._clock, self._request_limit_s))
+            limit = deadline.within(self._clock, self._request_limit_s, setting=_REQUEST_LIMIT)
+            reply = await replica.generate(request, deadline=limit)
         except ActorFailed as exc:
             raise _ReplicaFailed(exc.record.cause) from exc
         except Exception as exc:

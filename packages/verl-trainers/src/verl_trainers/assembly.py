@@ -43,7 +43,7 @@ async def run_parts(inputs: RunInputs) -> LoopReport:
     Raises what the first failing part raised; nothing is left running in any case.
     """
     config, clock = inputs.resolved.config, SystemClock()
-    start = Deadline.after(clock, config.trainer.start_limit_s)
+    start = Deadline.after(clock, config.trainer.start_limit_s, setting="trainer.start_limit_s")
     async with AsyncExitStack() as stack:
         runtime = await inputs.resolved.plugins.runtime.create(
             RuntimeSettings(

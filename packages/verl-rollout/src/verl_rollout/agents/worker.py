@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["LOOP_OPTIONS_KEY", "AgentWorkerActor"]
 
 _log = logging.getLogger(__name__)
+_SAMPLE_LIMIT = "actor_rollout_ref.rollout.agent.sample_limit_s"
 
 LOOP_OPTIONS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_options"
 """Config key of the loop's options, for messages."""
@@ -79,7 +80,7 @@ class AgentWorkerActor:
     async def _sample(self, request: GroupRequest, index: int, deadline: Deadline) -> SampleResult:
         clock = self._context.clock
         started = clock.now()
-        limit = deadline.within(clock, self._sample_limit_s)
+        limit = deadline.within(clock, self._sample_limit_s, setting=_SAMPLE_LIMIT)
         try:
             return await bounded(
                 self._play(request, index, started, limit),

@@ -74,7 +74,9 @@ class Port:
         remaining_s = deadline.remaining(self._clock)
         outcome: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._pending[number] = outcome
-        self._outbox[number] = CallRow(number, method, packed.data, packed.refs, remaining_s, deadline.limit_s)
+        self._outbox[number] = CallRow(
+            number, method, packed.data, packed.refs, remaining_s, deadline.limit_s, deadline.setting
+        )
         self._schedule()
         try:
             return await bounded(

@@ -103,7 +103,7 @@ class Session:
         try:
             async with asyncio.timeout(row.remaining_s + _GRACE_S):
                 arguments = cast("Mapping[str, object]", unpack(row.data, row.refs))
-                deadline = Deadline(at=self._clock.now() + row.remaining_s, limit_s=row.limit_s)
+                deadline = Deadline(at=self._clock.now() + row.remaining_s, limit_s=row.limit_s, setting=row.setting)
                 result = await self._hosted.invoke(row.method, arguments, deadline=deadline)
             packed = pack(result)
             self._done.append(ReplyRow(row.number, packed.data, packed.refs, None))

@@ -72,6 +72,7 @@ class CallRow(NamedTuple):
     refs: tuple[ObjectRef[object], ...]
     remaining_s: float
     limit_s: float
+    setting: str
 
 
 class ReplyRow(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import RunFailed
@@ -186,7 +186,9 @@ class TrainingLoop:
     async def _step(self, step: int) -> None:
         parts, clock = self._parts, StepClock(self._parts.clock)
         self._producer.fill(self._served)
-        groups = await self._producer.next_batch(deadline=Deadline.after(parts.clock, self._limits.wait_s))
+        groups = await self._producer.next_batch(
+            deadline=Deadline.after(parts.clock, self._limits.wait_s, setting="trainer.wait_limit_s")
+        )
         clock.lap("wait")
         numbers = GroupMetrics.of(groups, step=step, bound=self._schedule.max_staleness)
         self.report.max_staleness_seen = max(self.report.max_staleness_seen, numbers.max_staleness)
@@ -199,7 +201,7 @@ class TrainingLoop:
             parts.on_batch(step, groups)
         sleeper = parts.checkpoint if self._schedule.sleep_while_training else None
         if sleeper is not None:
-            await self._within(sleeper.sleep, "putting replicas to sleep", sleeper, self._limits.sync_s)
+            await self._within(sleeper.sleep, "putting replicas to sleep", sleeper, "sync")
             clock.lap("sleep")
         parts.events.emit("step.begin", {"step": step, "uids": [str(group.uid) for group in groups]})
         batch, context = self._batch(groups), StepContext(step=step, total_steps=self._total_steps)
@@ -207,26 +209,29 @@ class TrainingLoop:
             lambda deadline: parts.workers.update(batch, context, deadline=deadline),
             f"step {step}",
             parts.workers,
-            self._limits.step_s,
+            "step",
         )
         clock.lap("update", parts=result.seconds)
         self._count(step, numbers, result)
         parts.events.emit("step.end", {"step": step, "rows": result.rows, "updates": result.updates})
         if sleeper is not None:
-            await self._within(sleeper.wake, "waking replicas", sleeper, self._limits.sync_s)
+            await self._within(sleeper.wake, "waking replicas", sleeper, "sync")
             clock.lap("wake")
         if step % self._schedule.sync_every == 0:
             clock.lap("sync", parts=await self._sync(step))
         self._track(step, numbers, result, clock)
 
-    async def _within(self, call: Callable[..., Awaitable[T]], subject: str, part: object, limit_s: float) -> T:
+    async def _within(
+        self, call: Callable[..., Awaitable[T]], subject: str, part: object, limit: Literal["step", "sync"]
+    ) -> T:
         """Call a part with a deadline, and end the wait a moment later should the part not heed it."""
         clock = self._parts.clock
+        limit_s, setting = self._limits.step_s if limit == "step" else self._limits.sync_s, f"trainer.{limit}_limit_s"
         return await bounded(
-            call(deadline=Deadline.after(clock, limit_s)),
+            call(deadline=Deadline.after(clock, limit_s, setting=setting)),
             subject=subject,
             holder=type(part).__qualname__,
-            deadline=Deadline.after(clock, limit_s + GRACE_S),
+            deadline=Deadline.after(clock, limit_s + GRACE_S, setting=setting),
             clock=clock,
         )
 
@@ -300,7 +305,7 @@ class TrainingLoop:
             lambda deadline: checkpoint.update_weights(version, deadline=deadline),
             f"the sync of version {version}",
             checkpoint,
-            self._limits.sync_s,
+            "sync",
         )
         if not isinstance(report, SyncReport):
             raise RunFailed(

@@ -177,7 +177,7 @@ class GroupProducer:
         request = GroupRequest(
             uid=uid, prompt=prompt, n=self._rules.n, sampling=self._rules.sampling, min_version=self._version
         )
-        deadline = Deadline.after(self._clock, self._rules.group_limit_s)
+        deadline = Deadline.after(self._clock, self._rules.group_limit_s, setting="trainer.wait_limit_s")
         try:
             result = await bounded(
                 self._agents.run_group(request, deadline=deadline),

@@ -61,7 +61,7 @@ class Validator:
     async def run(self, version: int) -> ValidationReport:
         """Validate the weights that are being served."""
         self._events.emit("validate.begin", {"version": version})
-        deadline = Deadline.after(self._clock, self._limit_s)
+        deadline = Deadline.after(self._clock, self._limit_s, setting="trainer.wait_limit_s")
         results = await bounded(
             asyncio.gather(*(self._play(prompt, version, deadline) for prompt in self._prompts)),
             subject=f"validation of version {version}",
