@@ -160,7 +160,7 @@ async def test_64_requests_survive_the_death_of_one_of_two_replicas(
                 pass  # asking is a remote call, so this does not spin
         with caplog.at_level(logging.WARNING):
             os.kill(pid, signal.SIGKILL)
-            replies = await asyncio.gather(*calls)
+            replies = await asyncio.gather(*calls)  # wait: each call has a deadline
         assert all(isinstance(reply, Completion) for reply in replies)
         assert [reply.request_id for reply in replies] == [f"r{n}" for n in range(64)], "each once, none twice"
         assert all(len(reply.token_ids) == len(reply.logprobs) > 0 for reply in replies)

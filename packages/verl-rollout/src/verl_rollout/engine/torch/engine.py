@@ -180,7 +180,7 @@ class TorchEngine:
 
     async def close(self) -> None:
         """Stop the thread and wait for its end; requests in flight fail with `StateError`."""
-        await asyncio.to_thread(self._halt)  # wait: `_halt` has a limit
+        await asyncio.to_thread(self._halt)
         atexit.unregister(self._halt)
         self._answers.fail_all(StateError(f"replica {self._replica_id} was closed"))
         if self._thread.is_alive():
