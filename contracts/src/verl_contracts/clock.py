@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,6 +42,8 @@ class SystemClock:
 
     async def sleep(self, seconds: float, /) -> None:
         """Sleep on the running loop."""
+        import asyncio  # here, because data types need deadlines and no event loop
+
         await asyncio.sleep(max(0.0, seconds))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import os
 import pkgutil
 import re
@@ -19,6 +18,7 @@ from verl_contracts.errors import PluginError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from importlib.metadata import Distribution
     from types import ModuleType
 
 __all__ = ["find_class", "nearest", "where"]
@@ -36,7 +36,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def find_class(
-    path: str, *, key: str, role: str | None = None, distribution: importlib.metadata.Distribution | None = None
+    path: str, *, key: str, role: str | None = None, distribution: Distribution | None = None
 ) -> type:
     """Import the class at ``package.module.Class`` or ``package.module:Outer.Inner``.
 
@@ -68,7 +68,7 @@ def find_class(
 
 
 def _import(
-    name: str, path: str, *, key: str, role: str | None, distribution: importlib.metadata.Distribution | None
+    name: str, path: str, *, key: str, role: str | None, distribution: Distribution | None
 ) -> ModuleType:
     try:
         return importlib.import_module(name)
@@ -109,12 +109,14 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _extra_for(missing: str, module: str, distribution: importlib.metadata.Distribution | None) -> str:
+def _extra_for(missing: str, module: str, distribution: Distribution | None) -> str:
     """Say what to install for `missing`: the extra of the plug-in's distribution that mentions it, if there is one."""
     top = _normal(missing.partition(".")[0])
     if distribution is None:
-        owners = importlib.metadata.packages_distributions().get(module.partition(".")[0], [])
-        distribution = importlib.metadata.distribution(owners[0]) if owners else None
+        from importlib import metadata  # here, because it takes as long to import as half of the contracts
+
+        owners = metadata.packages_distributions().get(module.partition(".")[0], [])
+        distribution = metadata.distribution(owners[0]) if owners else None
     if distribution is not None:
         for requirement in distribution.requires or ():
             wanted, _, marker = requirement.partition(";")

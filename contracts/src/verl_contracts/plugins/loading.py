@@ -6,7 +6,6 @@ module is cheap: installed distributions are read only when a name must be resol
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -16,6 +15,7 @@ from verl_contracts.plugins.finding import find_class, nearest, where
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from importlib.metadata import EntryPoint
 
     from verl_contracts.plugins.families import Family
 
@@ -24,10 +24,12 @@ __all__ = ["available", "check_plugin", "load_plugin"]
 P = TypeVar("P")
 
 
-def available(family: Family[P]) -> Mapping[str, Sequence[importlib.metadata.EntryPoint]]:
+def available(family: Family[P]) -> Mapping[str, Sequence[EntryPoint]]:
     """Return name → entry points of that name, in order of name; more than one means that the name is contested."""
-    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
-    for entry in importlib.metadata.entry_points(group=family.group):
+    from importlib.metadata import entry_points  # here, because it takes as long to import as half of the contracts
+
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=family.group):
         found.setdefault(entry.name, []).append(entry)
     return dict(sorted(found.items()))
 
@@ -83,8 +85,8 @@ def check_plugin(family: Family[P], cls: type, *, key: str, role: str | None = N
 
 
 def _only(
-    entries: Sequence[importlib.metadata.EntryPoint], family: Family[P], *, key: str
-) -> importlib.metadata.EntryPoint:
+    entries: Sequence[EntryPoint], family: Family[P], *, key: str
+) -> EntryPoint:
     if len(entries) > 1:
         owners = "; ".join(f"{entry.dist.metadata['Name'] if entry.dist else '?'} ({entry.value})" for entry in entries)
         raise PluginError(
@@ -94,7 +96,7 @@ def _only(
     return entries[0]
 
 
-def _usable(family: Family[P], names: Mapping[str, Sequence[importlib.metadata.EntryPoint]], *, besides: str) -> str:
+def _usable(family: Family[P], names: Mapping[str, Sequence[EntryPoint]], *, besides: str) -> str:
     """Say which other plug-ins of the family can be imported here. Costs their imports; only errors ask."""
     usable: list[str] = []
     for name, entries in names.items():
