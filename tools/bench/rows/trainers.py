@@ -41,7 +41,7 @@ class VersusTrl:
     work: Callable[[Conditions], Work]
     """Prepares data and says what is trained."""
     sides: Mapping[str, tuple[str, ...]]
-    """Ours: name → overrides. The first is the claim."""
+    """Ours: name → overrides. The first is the claim: on the toy the one in one process, as the baseline is."""
     threads: tuple[int, ...]
     """Of TRL: what it is tried with. In each pair the faster one is the baseline."""
     micro_batch: int
@@ -178,8 +178,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         target=Target(limit=0.8),
         work=_toy,
         sides={
-            "ray": ("trainer.mode=sync", "runtime=ray"),
             "local": ("trainer.mode=sync", "runtime=local"),
+            "ray": ("trainer.mode=sync", "runtime=ray"),
         },
         threads=(1, 2),
         micro_batch=128,
@@ -190,8 +190,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         target=Target(limit=1.0),
         work=_toy,
         sides={
-            "ray": ("trainer.mode=fully_async", "runtime=ray"),
             "local": ("trainer.mode=fully_async", "runtime=local"),
+            "ray": ("trainer.mode=fully_async", "runtime=ray"),
         },
         threads=(1, 2),
         micro_batch=128,
