@@ -22,6 +22,9 @@ class Clock(SystemClock):
     def now(self) -> float:
         return self.time
 
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self.time
+
 
 def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -65,6 +68,7 @@ def test_events_are_on_disk_within_a_second_and_at_close(tmp_path: Path, caplog:
     written = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(row["name"], row["at"]) for row in written] == [("first", 0.0), ("second", 1.5)]
     assert written[1]["fields"] == {"uids": ["0-1-0"]}
+    assert [row["time"] for row in written] == [1_700_000_000.0, 1_700_000_001.5]
     events.emit("odd", {"value": object()})  # type: ignore[dict-item]
     assert "event odd was not written" in caplog.text
     events.emit("last", {})

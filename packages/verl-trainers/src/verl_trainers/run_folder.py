@@ -109,6 +109,11 @@ class RunFolder:
             self.path.rmdir()
 
     @property
+    def has_steps(self) -> bool:
+        """Whether a step was recorded: from then on nothing is taken back, whatever ends the run."""
+        return self.metrics.exists() and self.metrics.stat().st_size > 0
+
+    @property
     def metrics(self) -> Path:
         """One line per step."""
         return self.path / "metrics.jsonl"
@@ -164,7 +169,11 @@ class RunFolder:
 
 
 class JsonlEvents:
-    """Appends events to a file as JSON lines; what is there is at most a second old. `close` it."""
+    """Appends events to a file as JSON lines; what is there is at most a second old. `close` it.
+
+    Each line has the monotonic seconds, ``at``, for measuring, and the seconds since the epoch, ``time``, for finding
+    it in a log.
+    """
 
     def __init__(self, path: Path, *, clock: Clock) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -175,7 +184,7 @@ class JsonlEvents:
         """Record that `name` happened now. Never raises: an event that cannot be written is logged."""
         now = self._clock.now()
         try:
-            self._file.write(json.dumps({"name": name, "at": now, "fields": fields}) + "\n")
+            self._file.write(json.dumps({"name": name, "at": now, "time": self._clock.wall(), "fields": fields}) + "\n")
             if now - self._flushed > _FLUSH_S:
                 self._flushed = now
                 self._file.flush()
