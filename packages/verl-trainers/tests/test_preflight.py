@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,26 @@ def test_what_prepare_makes_is_checked_when_it_is_there(right: list[str], tmp_pa
     (tmp_path / "prepared/train.jsonl").write_text("{\n")
     resolved = resolve_config(None, [*right, *own], run_dir=str(tmp_path))
     assert "1 malformed rows of 1" in preflight(resolved).problems()[0]
+
+
+@pytest.mark.parametrize(("wanted", "level"), [(None, "WARNING"), ("info", "INFO")])
+def test_what_transformers_prints_stays_what_its_user_asked_for(tmp_path: Path, wanted: str | None, level: str) -> None:
+    write_model_folder(tmp_path / "model", TINY)
+    code = (
+        "import logging, sys\nlogging.basicConfig(level=logging.INFO)\n"
+        "from verl_trainers.preflight.model import read_model\nread_model(sys.argv[1])\n"
+        "print(logging.getLevelName(logging.getLogger('transformers').getEffectiveLevel()))"
+    )
+    own = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=own if wanted is None else own | {"TRANSFORMERS_VERBOSITY": wanted},
+    )
+    assert done.stdout.split() == [level]
 
 
 def test_it_takes_less_than_two_seconds_beyond_the_libraries(right: list[str]) -> None:

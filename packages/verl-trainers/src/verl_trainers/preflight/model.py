@@ -171,16 +171,21 @@ def _blocks(model: nn.Module) -> list[int]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the libraries from printing what is said here anyway."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Keep the libraries from printing what is said here anyway.
+
+    Asked for its level by its own means, transformers sets up its logger first, from TRANSFORMERS_VERBOSITY; a level
+    read before that, and put back after it, would leave the logger open to everything.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        transformers_logging.set_verbosity(level)
 
 
 def _first_line(exc: BaseException) -> str:
