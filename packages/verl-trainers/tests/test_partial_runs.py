@@ -372,6 +372,7 @@ def test_a_loop_that_only_generates_never_moves_weights_and_bounds_what_is_in_pl
     assert checkpoint.calls == ["update 0"]
     assert {version for _, _, version in world.trained} == {0}
     assert report.groups_trained == 12
+    assert report.max_staleness_seen == 0, "nothing is newer than the first weights"
     assert [row.version for row in report.validations] == [0]
 
 

@@ -190,7 +190,11 @@ class TrainingLoop:
             deadline=Deadline.after(parts.clock, self._limits.wait_s, setting="trainer.wait_limit_s")
         )
         clock.lap("wait")
-        numbers = GroupMetrics.of(groups, step=step, bound=self._schedule.max_staleness)
+        numbers = (
+            GroupMetrics.of(groups, step=step, bound=self._schedule.max_staleness)
+            if self._trains
+            else GroupMetrics.of(groups, step=1, bound=0)  # nothing is newer than the first weights
+        )
         self.report.max_staleness_seen = max(self.report.max_staleness_seen, numbers.max_staleness)
         if numbers.max_staleness > self._schedule.max_staleness:
             raise RunFailed(
