@@ -241,3 +241,15 @@ def _load_there(folder: str) -> str:
 def test_families_are_known_by_their_group() -> None:
     assert all(family.group == group and group.startswith("verl_contracts.") for group, family in FAMILIES.items())
     assert len({family.key for family in FAMILIES.values()}) == len(FAMILIES)
+
+
+def test_a_distribution_whose_entry_points_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "bad-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nno equals sign\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PluginError, match=r"entry_points\.txt of bad in .* is malformed.*install that distribution"):
+        load_plugin(families.REWARD_FUNCTION, "anything", key=KEY)

@@ -14,7 +14,7 @@ from verl_contracts.plugins.checking import constructor_problems, protocol_probl
 from verl_contracts.plugins.finding import find_class, nearest, where
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from importlib.metadata import EntryPoint
 
     from verl_contracts.plugins.families import Family
@@ -26,12 +26,29 @@ P = TypeVar("P")
 
 def available(family: Family[P]) -> Mapping[str, Sequence[EntryPoint]]:
     """Return name → entry points of that name, in order of name; more than one means that the name is contested."""
-    from importlib.metadata import entry_points  # here, because it takes as long to import as half of the contracts
-
     found: dict[str, list[EntryPoint]] = {}
-    for entry in entry_points(group=family.group):
+    for entry in _entries(family.group):
         found.setdefault(entry.name, []).append(entry)
     return dict(sorted(found.items()))
+
+
+def _entries(group: str) -> Iterable[EntryPoint]:
+    """Return the entry points of `group`. Raises `PluginError` naming a distribution whose file cannot be read."""
+    from importlib import metadata  # here, because it takes as long to import as half of the contracts
+
+    try:
+        return metadata.entry_points(group=group)
+    except Exception as exc:  # whatever the reader makes of a malformed file; it does not say whose
+        for distribution in metadata.distributions():
+            try:
+                distribution.entry_points.select(group=group)
+            except Exception:
+                folder = distribution.locate_file("")
+                raise PluginError(
+                    f"entry_points.txt of {distribution.name} in {folder} is malformed, so no plug-in can be found; "
+                    "install that distribution again, or remove it"
+                ) from exc
+        raise
 
 
 def load_plugin(family: Family[P], spec: str, *, key: str, role: str | None = None) -> type[P]:
