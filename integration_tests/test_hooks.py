@@ -77,3 +77,18 @@ def test_a_wrong_plug_in_is_refused_before_anything_starts(
     assert "Traceback" not in run.output
     events = run.folder / "events.jsonl"
     assert not events.exists() or "run.started" not in events.read_text()
+
+
+def test_data_that_are_refused_late_take_nothing_back(tmp_path: Path) -> None:
+    """Before the first step a refused run leaves no folder; after it, what was recorded must stay."""
+    run = train(
+        tmp_path / "run",
+        "runtime=local",
+        "trainer.total_training_steps=3",
+        "algorithm.adv_estimator=outside_algorithms.LateRefusal",
+        "algorithm.norm_adv_by_std_in_grpo=true",
+    )
+    assert run.code == 1, run.output
+    assert "the second batch is refused on purpose" in run.output
+    assert "the second batch is refused on purpose" in (run.folder / "error.txt").read_text()
+    assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 1

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         summary = _train(resolved, folder, interrupts)
     except Exception as exc:
         interrupts.check()
-        if isinstance(exc, (ConfigError, DataError)):
+        if isinstance(exc, (ConfigError, DataError)) and not folder.has_steps:
             folder.discard()
             raise
         folder.write_error("".join(traceback.format_exception(exc)))
