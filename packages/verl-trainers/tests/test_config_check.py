@@ -146,6 +146,11 @@ def test_data_are_repeated_when_steps_are_asked_for() -> None:
     assert "4 times" in count.message
 
 
+def test_a_batch_that_would_hold_a_prompt_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"12 prompts a step, and there are 10.*lower it, or add data"):
+        count_steps(config_of("data.train_batch_size=12", "trainer.total_training_steps=10"), 10)
+
+
 @pytest.mark.parametrize(("rows", "words"), [(3, r"1 \* 3 // 4 = 0"), (0, "no usable row")])
 def test_no_step_is_an_error(rows: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -154,9 +159,19 @@ def test_no_step_is_an_error(rows: int, words: str) -> None:
 
 def test_a_warm_up_longer_than_the_steps_that_follow_from_the_data_is_refused() -> None:
     own = ["data.train_batch_size=4", f"{ACTOR}.optim.lr_warmup_steps=3"]
-    with pytest.raises(ConfigError, match=r"lr_warmup_steps: must be ≤ .* \(3 > 2\).*1 \* 10 // 4 = 2"):
+    with pytest.raises(ConfigError, match=r"lr_warmup_steps: must be ≤ .* \(3 > 2\).*1 \* 10 // 4 = 2") as caught:
         count_steps(config_of(*own), 10)
+    assert f"set {ACTOR}.optim.lr_warmup_steps=0;" in str(caught.value)
     assert count_steps(config_of(*own), 12).steps == 3
+    assert count_steps(config_of(*own, "trainer.rollout_only=true"), 10).steps == 2
+
+
+def test_a_warm_up_longer_than_the_run_names_its_fix_and_hinders_only_training() -> None:
+    own = [f"{ACTOR}.optim.lr_warmup_steps=30", "trainer.total_training_steps=25"]
+    (mistake,) = check_relations(config_of(*own))
+    assert mistake.text.endswith(f"set {ACTOR}.optim.lr_warmup_steps=2")
+    for part in (["trainer.rollout_only=true"], ["trainer.val_only=true", "data.val_files=[v.jsonl]"]):
+        assert check_relations(config_of(*own, *part)) == []
 
 
 # ---- files and resources

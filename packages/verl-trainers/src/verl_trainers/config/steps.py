@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_contracts.errors import ConfigError
+from verl_trainers.partial.rules import part_of
 
 if TYPE_CHECKING:
     from verl_trainers.config.schema import RunConfig
@@ -40,6 +41,11 @@ def count_steps(config: RunConfig, num_rows: int) -> StepCount:
         raise ConfigError("data.train_files: holds no usable row, so no step could be made")
     if asked is not None:
         needed = asked * batch
+        if batch > num_rows:
+            raise ConfigError(
+                f"data.train_batch_size: {batch} prompts a step, and there are {num_rows}: a step would hold a prompt "
+                "twice; lower it, or add data"
+            )
         passes = -(-needed // num_rows)
         message = f"{asked} steps of {batch} groups need {needed} prompts: {num_rows} rows, read up to {passes} times"
         return StepCount(steps=asked, epochs=None, tail=0, message=message)
@@ -51,10 +57,11 @@ def count_steps(config: RunConfig, num_rows: int) -> StepCount:
             "trainer.total_training_steps to read the data repeatedly"
         )
     warmup = config.actor_rollout_ref.actor.optim.lr_warmup_steps
-    if warmup > steps:
+    if warmup > steps and part_of(config) in ("whole", "train_only"):
         raise ConfigError(
             f"actor_rollout_ref.actor.optim.lr_warmup_steps: must be ≤ the number of steps ({warmup} > {steps}); "
-            f"otherwise the learning rate never reaches its value; {sums}"
+            "otherwise the learning rate never reaches its value; for a run this short set "
+            f"actor_rollout_ref.actor.optim.lr_warmup_steps={steps // 10}; {sums}"
         )
     left = f"; end of data: a tail of {tail} prompts is left out" if tail else ""
     return StepCount(steps=steps, epochs=epochs, tail=tail, message=f"{steps} full steps: {sums}{left}")
