@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -236,12 +237,13 @@ class Ending(Recorder):
     ],
     ids=["finished", "failed", "interrupted"],
 )
-def test_each_tracker_learns_how_the_run_ended(raised: BaseException | None, end: RunEnd) -> None:
+def test_each_tracker_learns_how_the_run_ended(raised: BaseException | None, end: RunEnd, tmp_path: Path) -> None:
     ENDS.clear()
+    run = replace(RUN, run_dir=str(tmp_path))
     config = TrainerConfig(logger=("one", "two"), logger_options={"two": {"note": "x"}})
 
     def block() -> list[object]:
-        with tracked((Ending, Ending), config, RUN, progress=None) as tracking:
+        with tracked((Ending, Ending), config, run, progress=None) as tracking:
             tracking.trackers[1].log(1, {"a": 1.0})
             tracking.summary = {"steps": 3}
             if raised is not None:
@@ -249,19 +251,41 @@ def test_each_tracker_learns_how_the_run_ended(raised: BaseException | None, end
         return list(tracking.reports())
 
     if raised is None:
-        assert [row["name"] for row in block() if isinstance(row, dict)] == ["one", "two"]
+        assert [row["name"] for row in block() if isinstance(row, dict)] == ["jsonl", "one", "two"]
     else:
         with pytest.raises(type(raised)):
             block()
     assert [end] * 2 == ENDS
 
 
-def test_trackers_before_one_that_cannot_start_are_closed() -> None:
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        ((), ()),
+        (("mine",), (Recorder,)),
+        (("mine", "jsonl"), (Recorder, JsonlTracker)),
+        (("verl_trainers.tracking.jsonl.JsonlTracker",), (JsonlTracker,)),
+    ],
+    ids=["none", "not named", "named", "by class path"],
+)
+def test_metrics_are_in_the_file_once_whether_or_not_it_is_named(
+    names: tuple[str, ...], classes: tuple[type[Tracker], ...], tmp_path: Path
+) -> None:
+    config = TrainerConfig(logger=names)
+    with tracked(classes, config, replace(RUN, run_dir=str(tmp_path)), progress=None) as tracking:
+        for tracker in tracking.trackers:
+            tracker.log(1, {"a": 1.0})
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        {"step": 1, "a": 1.0}
+    ]
+
+
+def test_trackers_before_one_that_cannot_start_are_closed(tmp_path: Path) -> None:
     ENDS.clear()
     config = TrainerConfig(logger=("one", "two"))
     with (
         pytest.raises(ConfigError, match="'two' did not start"),
-        tracked((Ending, CannotStart), config, RUN, progress=None),
+        tracked((Ending, CannotStart), config, replace(RUN, run_dir=str(tmp_path)), progress=None),
     ):
         raise AssertionError("must not run")
     assert [end.outcome for end in ENDS] == ["failed"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Mistake", "config_error", "nearest"]
 
-_KEY = re.compile(r"(?P<key>[a-z_]\w*(\.[\w.\-\[\]]+)?)(=(?P<value>\S+))?: ")
+_KEY = re.compile(r"(?P<key>[a-z_]\w*(\.[\w.:\-\[\]]+)?)(=(?P<value>\S+))?: ")
 _SECTIONS = frozenset(field.name for field in dataclasses.fields(RunConfig))
 
 
@@ -44,6 +44,21 @@ class Mistake:
             return cls(key=key, text=message)
         value = f"is {found['value']}: " if found["value"] is not None else ""
         return cls(key=found["key"], text=f"{value}{message[found.end() :]}")
+
+    @classmethod
+    def parse_all(cls, message: str, *, key: str = "") -> list[Mistake]:
+        """Return the mistakes of an error with several lines, one for each line that begins with a key.
+
+        Other lines belong to the mistake above them, and are indented.
+        """
+        texts: list[str] = []
+        for line in message.splitlines():
+            found = _KEY.match(line)
+            if not texts or (found is not None and found["key"].partition(".")[0] in _SECTIONS):
+                texts.append(line)
+            elif line.strip():
+                texts[-1] += f"\n{line if line.startswith(' ') else f'  {line}'}"
+        return [cls.parse(text, key=key) for text in texts]
 
     def follows_from(self, broken: Collection[str]) -> bool:
         """Whether one of the keys that this mistake reads, or a section around it, is broken itself."""

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from verl_contracts.errors import ConfigError
 from verl_contracts.plugins import build_config, check_options, families, load_plugin
-from verl_trainers.config.mistakes import Mistake, nearest
+from verl_trainers.config.mistakes import Mistake
 from verl_trainers.rewards.probe import RewardProbe
 from verl_trainers.rewards.wire import Setup
-from verl_trainers.tracking.run import build_tracker
+from verl_trainers.tracking.jsonl import JsonlTracker
+from verl_trainers.tracking.options import sort_options
+from verl_trainers.tracking.run import ALWAYS, build_tracker
 from verl_trainers.workers.algorithm import build_estimator, build_policy_loss
 
 if TYPE_CHECKING:
@@ -206,20 +208,19 @@ class _Loader:
     def trackers(self, config: RunConfig) -> list[type[Tracker] | None]:
         """Load the trackers and build each once, which begins nothing and needs its library."""
         chosen = config.trainer.logger
+        names = chosen if ALWAYS in chosen else (ALWAYS, *chosen)
+        given = sort_options(config.trainer.logger_options, names)
         classes: list[type[Tracker] | None] = []
         for name in chosen:
-            key = f"trainer.logger_options.{name}"
             cls = self.load(families.TRACKER, name, "trainer.logger")
             classes.append(cls)
             if cls is not None:
-                self.build(partial(build_tracker, cls, config.trainer, name), key)
-        for name in config.trainer.logger_options:
-            if name not in chosen:
-                near = nearest(name, chosen)
-                advice = f"did you mean {near!r}?" if near else f"chosen are: {', '.join(chosen) or 'none'}"
-                text = f"options of a tracker that trainer.logger does not choose; {advice}"
-                self._note(ConfigError(text), f"trainer.logger_options.{name}")
+                self.build(partial(build_tracker, cls, config.trainer, name), given.of(name).key)
+        if ALWAYS not in chosen:
+            self.build(partial(build_tracker, JsonlTracker, config.trainer, ALWAYS), given.of(ALWAYS).key)
+        for key, text in given.problems.items():
+            self._note(ConfigError(text), key)
         return classes
 
     def _note(self, exc: ConfigError, key: str) -> None:
-        self.mistakes.append(Mistake.parse(str(exc), key=key))
+        self.mistakes += Mistake.parse_all(str(exc), key=key)

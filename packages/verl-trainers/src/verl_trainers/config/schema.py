@@ -302,9 +302,10 @@ class TrainerConfig:
     """Whether the run generates and scores the groups of all its steps, writes them to ``rollouts.jsonl`` for
     `data.rollout_files`, and trains on none."""
     logger: tuple[str, ...] = ("jsonl",)
-    """Names or class paths of trackers."""
+    """Names or class paths of trackers. ``jsonl`` is there in any case, named or not."""
     logger_options: Mapping[str, object] = field(default_factory=dict)
-    """Options of trackers, by the name that stands in `logger`: ``{wandb: {project: mine}}``."""
+    """Options of trackers, by the name that stands in `logger`, or the bare name of the class:
+    ``{wandb: {project: mine}}``."""
     logger_limit_s: float = 30.0
     """Longest that a tracker may take to start and to close. While training, none is waited for."""
     step_limit_s: float = 1800.0

@@ -16,7 +16,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from verl_trainers.config.mistakes import Mistake, config_error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["Sources", "read_sources"]
@@ -41,7 +41,10 @@ class Sources:
     """Their keys."""
 
     def place(self, key: str) -> str:
-        """Return who set `key`, or the nearest section around it; empty when nobody did."""
+        """Return who set `key`, else something in it, else the nearest section around it; empty when nobody did."""
+        inside = [place for name, place in self.places.items() if key and name.startswith(f"{key}.")]
+        if inside and key not in self.places:
+            return inside[-1]
         while key:
             if key in self.places:
                 return self.places[key]
@@ -67,10 +70,13 @@ def read_sources(source: Path | None, overrides: Sequence[str] = (), *, run_dir:
         raise config_error([Mistake(key=RUN_DIR, place=f"override {text!r}", text=advice) for text in ours])
     for text in overrides:
         try:
-            merged = _as_dict(OmegaConf.merge(merged, OmegaConf.from_dotlist([text])))
+            given = OmegaConf.from_dotlist([text])
+            merged = _as_dict(OmegaConf.merge(merged, given))
         except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError) as exc:
             raise config_error([Mistake(key="", place=f"override {text!r}", text=_first_line(exc))]) from exc
-        places[text.partition("=")[0].strip()] = f"override {text!r}"
+        key, place = text.partition("=")[0].strip(), f"override {text!r}"
+        inner = _keys(OmegaConf.to_container(given, resolve=False), "")
+        places.update({name: place for name in inner if name.startswith(f"{key}.")} | {key: place})
     OmegaConf.update(merged, RUN_DIR, run_dir)
     return _resolve(merged, places)
 
@@ -133,6 +139,14 @@ def _missing(tree: Mapping[str, object], prefix: str) -> list[str]:
         elif isinstance(value, dict):
             found += _missing(value, f"{prefix}{key}.")
     return found
+
+
+def _keys(tree: object, prefix: str) -> Iterator[str]:
+    """Yield the full key of everything in `tree`."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield f"{prefix}{name}"
+            yield from _keys(value, f"{prefix}{name}.")
 
 
 def _as_dict(config: object) -> DictConfig:

@@ -11,6 +11,8 @@ from verl_contracts.errors import ConfigError
 from verl_contracts.plugins import build_plugin
 from verl_contracts.tracking import RunEnd
 from verl_trainers.tracking.guard import GuardedTracker
+from verl_trainers.tracking.jsonl import JsonlTracker
+from verl_trainers.tracking.options import sort_options
 from verl_trainers.tracking.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
     from verl_contracts.tracking import TrackedRun, Tracker
     from verl_trainers.config.schema import TrainerConfig
 
-__all__ = ["RunTrackers", "build_tracker", "tracked"]
+__all__ = ["ALWAYS", "RunTrackers", "build_tracker", "tracked"]
 
+ALWAYS = "jsonl"
+"""Name of the tracker that every run has, named or not."""
 _PROGRESS = "progress"
 
 
@@ -40,18 +44,18 @@ class RunTrackers:
 
 def build_tracker(cls: type[Tracker], config: TrainerConfig, name: str) -> Tracker:
     """Build the tracker that `config` calls `name`. Raises `ConfigError` naming the option that is wrong."""
-    key = f"trainer.logger_options.{name}"
-    options = config.logger_options.get(name) or {}
+    mine = sort_options(config.logger_options, tuple({*config.logger, name})).of(name)
+    options = mine.value or {}
     if not isinstance(options, Mapping):
-        raise ConfigError(f"{key}: must be options (key: value lines), got {options!r}")
-    return build_plugin(cls, options, key=key)
+        raise ConfigError(f"{mine.key}: must be options (key: value lines), got {options!r}")
+    return build_plugin(cls, options, key=mine.key)
 
 
 @contextmanager
 def tracked(
     classes: Sequence[type[Tracker]], config: TrainerConfig, run: TrackedRun, *, progress: TextIO | None
 ) -> Iterator[RunTrackers]:
-    """Start the trackers of `config`, and close each with how the block ended.
+    """Start the trackers of `config`, and `jsonl` in any case; close each with how the block ended.
 
     Args:
         classes: Those that `config.logger` names, in its order.
@@ -62,6 +66,10 @@ def tracked(
     Raises `ConfigError` for a tracker that does not start; those before it are closed.
     """
     trackers = [GuardedTracker(_PROGRESS, ProgressLine(stream=progress), limit_s=config.logger_limit_s)]
+    if JsonlTracker not in classes:
+        trackers.append(
+            GuardedTracker(ALWAYS, build_tracker(JsonlTracker, config, ALWAYS), limit_s=config.logger_limit_s)
+        )
     for name, cls in zip(config.logger, classes, strict=True):
         trackers.append(GuardedTracker(name, build_tracker(cls, config, name), limit_s=config.logger_limit_s))
     running = RunTrackers(trackers)
