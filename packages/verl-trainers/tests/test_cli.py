@@ -224,3 +224,25 @@ def test_a_reward_file_that_ends_the_process_is_refused(tmp_path: Path, capsys: 
     code = main(["check", "quickstart", *STANDINS, "reward.name=null", f"reward.custom_reward_function.path={file}"])
     assert code == 2
     assert "SystemExit: 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("trainer.val_only=true", "trainer.rollout_only=true", "trainer.test_freq=5"),
+        ("algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.top_p=0.5"),
+    ],
+)
+def test_each_mistake_has_a_line_that_begins_alike(wrong: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "quickstart", *STANDINS, *wrong]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert all(line.startswith("error: ") for line in lines), lines
+
+
+def test_what_belongs_to_a_mistake_is_indented_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "quickstart", *STANDINS, "trainer.logger=[cli_cases:SilentLoop]"]) == 2
+    first, *more = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: override")
+    assert more
+    assert all(line.startswith("  - ") for line in more), more

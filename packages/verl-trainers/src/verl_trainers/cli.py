@@ -91,12 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[options.command].run(options)
     except (ConfigError, DataError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        print("\n".join(_error_lines(str(exc))), file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         ignore_interrupts()
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _error_lines(message: str) -> list[str]:
+    """Return a line for each mistake; what is indented belongs to the mistake above it."""
+    return [line if line.startswith(" ") else f"error: {line}" for line in message.splitlines()] or ["error: "]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
