@@ -249,11 +249,11 @@ def _engine(config: RunConfig) -> Iterator[Mistake]:
 
 def _optimizer(config: RunConfig) -> Iterator[Mistake]:
     warmup, steps = config.actor_rollout_ref.actor.optim.lr_warmup_steps, config.trainer.total_training_steps
-    if steps is not None and 1 <= steps < warmup:
+    if part_of(config) in ("whole", "train_only") and steps is not None and 1 <= steps < warmup:
         yield Mistake(
             key=f"{_ACTOR}.optim.lr_warmup_steps",
             text=f"must be ≤ trainer.total_training_steps ({warmup} > {steps}); otherwise the learning rate never "
-            "reaches its value",
+            f"reaches its value; for a run this short set {_ACTOR}.optim.lr_warmup_steps={steps // 10}",
             uses=("trainer.total_training_steps",),
         )
 
