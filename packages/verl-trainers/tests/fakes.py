@@ -31,6 +31,8 @@ class World:
     sync_s: float = 0.1
     updates: int = 1
     """Optimizer steps that each training step says it made."""
+    zero_groups: Callable[[int], float] = field(default=lambda step: 0.0)
+    """Part of the groups of a step that the workers find no advantage in."""
     served: int | None = None
     """None before the first sync."""
     bad_group: Callable[[GroupRequest], bool] = field(default=lambda request: False)
@@ -245,7 +247,10 @@ class FakeWorkers:
             version=context.step,
             rows=len(batch.rows),
             updates=self.world.updates,
-            metrics=(Metric(name="rollout/logprob_diff", value=0.0),),
+            metrics=(
+                Metric(name="rollout/logprob_diff", value=0.0),
+                Metric(name="advantage/zero_groups", value=self.world.zero_groups(context.step)),
+            ),
             seconds={},
         )
 

@@ -357,3 +357,24 @@ def test_a_run_in_which_every_update_was_skipped_fails() -> None:
             await bench.loop.run()
 
     run_virtual(main())
+
+
+def test_steps_without_a_signal_are_said_at_the_first_and_counted_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> LoopReport:
+        bench = Bench(k=0, batch=2, steps=9)
+        bench.world.zero_groups = lambda step: 1.0 if step in (3, 4, 7) else 0.5
+        return await bench.loop.run()
+
+    assert run_virtual(run()).steps_without_signal == 3
+    first, last = (row.getMessage() for row in caplog.records if row.name == "verl_trainers.core.signal")
+    assert first.startswith("step 3 has nothing to learn from")
+    assert "rollout.n=2 " in first
+    assert last.startswith("3 of 9 steps had nothing to learn from")
+
+
+def test_a_run_that_learns_says_nothing_of_signals(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> LoopReport:
+        return await Bench(k=0, batch=2, steps=3).loop.run()
+
+    assert run_virtual(run()).steps_without_signal == 0
+    assert [row for row in caplog.records if row.name == "verl_trainers.core.signal"] == []

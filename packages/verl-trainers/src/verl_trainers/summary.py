@@ -29,6 +29,7 @@ def summarize(report: LoopReport, *, part: Part, mode: str, runtime: str, wall_s
         "runtime": runtime,
         "steps": report.steps,
         "updates": report.updates,
+        "steps_without_signal": report.steps_without_signal,
         "groups_trained": 0 if saves else report.groups_trained,
         "groups_saved": report.groups_trained if saves else 0,
         "groups_dropped": report.groups_dropped,

@@ -19,6 +19,7 @@ from verl_contracts.waits import bounded
 from verl_contracts.weights import SyncReport
 from verl_trainers.core.metrics import GroupMetrics, RunCounters, StepClock
 from verl_trainers.core.producer import GroupProducer
+from verl_trainers.core.signal import SignalWatch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -103,6 +104,8 @@ class LoopReport:
     rows_trained: int = 0
     updates: int = 0
     """Optimizer steps made; fewer than steps when gradients were not finite."""
+    steps_without_signal: int = 0
+    """Steps in which every advantage was 0."""
     train_seconds: float = 0.0
     """From the first wait for a batch to the end of the last step."""
     rejects: list[Reject] = field(default_factory=list)
@@ -146,6 +149,7 @@ class TrainingLoop:
             clock=parts.clock,
             events=parts.events,
         )
+        self._signal = SignalWatch(n=rules.n)
         self._served = 0
         self._counters = RunCounters()
         self.report = LoopReport()
@@ -178,6 +182,7 @@ class TrainingLoop:
         finally:
             watcher.cancel()
             await self._producer.close()
+            self._signal.end()
             self.report.rejects = list(self._producer.rejects)
             self.report.groups_dropped = self._producer.counts["dropped"]
             events.emit("run.end", {"steps": self.report.steps, "groups": dict(self._producer.counts)})
@@ -276,6 +281,8 @@ class TrainingLoop:
 
     def _track(self, step: int, numbers: GroupMetrics, result: StepResult, clock: StepClock) -> None:
         metrics = numbers.as_dict() | reduce_metrics(result.metrics)
+        self._signal.see(step, numbers.scores, metrics)
+        self.report.steps_without_signal = self._signal.without
         metrics |= self._counters.as_dict(self._producer.counts, ready=len(self._parts.store))
         metrics |= clock.as_dict()
         metrics["samples_per_s"] = result.rows / max(clock.total, 1e-9)
