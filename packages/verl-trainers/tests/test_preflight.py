@@ -53,7 +53,9 @@ def test_each_mistake_is_said_once_and_warnings_follow() -> None:
 def right(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("right")
     write_model_folder(folder / "model", TINY)
-    (folder / "train.jsonl").write_text('{"prompt": "a b"}\n' * 20 + '{"prompt": "a b c d e f g a b"}\n')
+    (folder / "train.jsonl").write_text(
+        '{"prompt": "a b", "reward_model": {"ground_truth": "b"}}\n' * 20 + '{"prompt": "a b c d e f g a b"}\n'
+    )
     return [
         *STANDINS,
         f"data.train_files=[{folder}/train.jsonl]",
@@ -78,6 +80,24 @@ def test_what_is_right_is_described(right: list[str]) -> None:
     ):
         assert words in text
     assert preflight(resolve_config(None, right)).facts() == report.facts()
+
+
+def test_rows_without_a_ground_truth_are_counted(right: list[str], tmp_path: Path) -> None:
+    bare, told = '{"prompt": "a b"}\n', '{"prompt": "a", "reward_model": {"ground_truth": 0}}\n'
+    (tmp_path / "none.jsonl").write_text(bare * 16)
+    (tmp_path / "some.jsonl").write_text(bare * 3 + told * 13)
+    (tmp_path / "reward.py").write_text("def judge(data_source, solution_str, ground_truth, extra_info): return 0.0\n")
+    mine = f"reward.custom_reward_function={{path: {tmp_path}/reward.py, name: judge}}"
+    files = [f"data.train_files=[{tmp_path}/none.jsonl]", f"data.val_files=[{tmp_path}/some.jsonl]"]
+    report = preflight_file(None, [*right, "reward.name=null", mine, *files])
+    first, second = report.problems()
+    assert first.startswith(
+        "warning: data.train_files: 16 of 16 rows have no reward_model.ground_truth, so judge gets None"
+    )
+    assert second.startswith("warning: data.val_files: 3 of 16 rows have no")
+    (named,) = preflight_file(None, [*right, files[0]]).problems()
+    assert "so the reward 'copy' gets None" in named
+    assert report.exit_code == 0
 
 
 def test_what_prepare_makes_is_checked_when_it_is_there(right: list[str], tmp_path: Path) -> None:

@@ -96,6 +96,11 @@ class PromptSource:
         """Rows in one epoch, those that are left out not counted."""
         return len(self._prompts)
 
+    @property
+    def num_without_truth(self) -> int:
+        """Those of `num_rows` that have no ground truth."""
+        return sum(prompt.ground_truth is None for prompt in self._prompts)
+
     def __len__(self) -> int:
         """Return `num_rows`."""
         return len(self._prompts)

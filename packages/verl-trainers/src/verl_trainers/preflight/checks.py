@@ -62,7 +62,7 @@ def _inspect(
     """Look at data and model of `config` as well; `known` is what is wrong already, and `place` says who set a key."""
     broken = {mistake.key for mistake in known}
     inputs = read_inputs(config, plan)
-    found, lines, warnings = list(inputs.mistakes), list(inputs.lines), list[str]()
+    found, lines, warnings = list(inputs.mistakes), list(inputs.lines), list(inputs.warnings)
     if config.prepare is not None and check_files(config):
         lines.append(f"data and models are made at the start by {config.prepare}, and checked then")
     if plan is not None:

@@ -6,7 +6,7 @@ Reading goes on after the first mistake: files, tokenizer and model do not depen
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ class InputFindings:
 
     mistakes: list[Mistake]
     lines: list[str]
+    warnings: list[str] = field(default_factory=list)
     train: PromptSource | None = None
     validation: PromptSource | None = None
     saved: SavedGroups | None = None
@@ -76,6 +77,7 @@ def read_inputs(config: RunConfig, plan: ModePlan | None) -> InputFindings:
     def read_train() -> None:
         found.train = PromptSource.open(data, files=data.train_files, tokenizer=tokenizers[0], epochs=epochs)
         found.lines.append(f"data.train_files: {_lengths_line(found.train, config)}")
+        found.warnings += _truth_warnings(found.train, config, "data.train_files")
         if data.train_batch_size >= 1 and config.trainer.total_epochs >= 1:  # else it is said elsewhere
             found.steps = count_steps(config, found.train.num_rows)
             found.lines.append(found.steps.message)
@@ -85,6 +87,7 @@ def read_inputs(config: RunConfig, plan: ModePlan | None) -> InputFindings:
             data, files=data.val_files, tokenizer=tokenizers[0], epochs=1, shuffle=False, key="data.val_files"
         )
         found.lines.append(f"data.val_files: {_lengths_line(found.validation, config)}")
+        found.warnings += _truth_warnings(found.validation, config, "data.val_files")
 
     if model.path and (Path(model.path) / "config.json").is_file():
         found.attempt(read_folder)
@@ -137,6 +140,18 @@ def _check_lengths(found: InputFindings, config: RunConfig) -> None:
     )
     text = f"{sums}, and the model has {model.max_positions} positions (max_position_embeddings); lower it"
     found.mistakes.append(Mistake(key=key, text=text, uses=("data.max_prompt_length", _MODEL)))
+
+
+def _truth_warnings(source: PromptSource, config: RunConfig, key: str) -> list[str]:
+    """Warn of rows that a reward can only guess about. Some rewards compare with nothing, so it is no mistake."""
+    if not source.num_without_truth:
+        return []
+    custom = config.reward.custom_reward_function
+    who = custom.name if custom.path is not None else f"the reward {config.reward.name!r}"
+    return [
+        f"{key}: {source.num_without_truth} of {source.num_rows} rows have no reward_model.ground_truth, so {who} gets "
+        "None; write it into the rows, unless the reward does without"
+    ]
 
 
 def _lengths_line(source: PromptSource, config: RunConfig) -> str:
