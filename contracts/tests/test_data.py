@@ -95,7 +95,8 @@ def test_group_counts_only_what_can_be_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "score"), [(SCORED, None), (FAILED, 0.0), (SCORED, float("nan")), (SCORED, float("inf"))]
+    ("outcome", "score"),
+    [(SCORED, None), (FAILED, 0.0), (SCORED, float("nan")), (SCORED, float("inf")), (SCORED, 1e39), (SCORED, -1e39)],
 )
 def test_reward_refuses_a_failure_with_a_score_and_a_score_that_is_none(outcome: str, score: float | None) -> None:
     with pytest.raises(ValueError, match="score"):

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RewardClient", "RewardFunction", "RewardRequest", "RewardResult"]
 
+_MAX_SCORE = 3.4028234663852886e38
+"""Largest float32: training computes in it, so a larger score would be infinite there."""
+
 
 @cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,7 @@ class RewardRequest:
 @cheap_pickle
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """A verdict. `score` is set exactly when `outcome` is scored, and finite; raises ValueError otherwise."""
+    """A verdict. `score` is set exactly when `outcome` is scored, and finite in float32; else raises ValueError."""
 
     outcome: Outcome
     score: float | None = None
@@ -48,8 +51,8 @@ class RewardResult:
     def __post_init__(self) -> None:
         if (self.outcome == "scored") != (self.score is not None):
             raise ValueError(f"a score belongs to the outcome 'scored' only, got {self.outcome!r} with {self.score!r}")
-        if self.score is not None and not abs(self.score) < float("inf"):
-            raise ValueError(f"the score must be finite, got {self.score!r}")
+        if self.score is not None and not abs(self.score) <= _MAX_SCORE:
+            raise ValueError(f"the score must be finite in float32, within ±{_MAX_SCORE:.3g}, got {self.score!r}")
 
 
 class RewardFunction(Protocol):
