@@ -59,6 +59,21 @@ def test_a_summary_is_complete_or_absent(tmp_path: Path) -> None:
     assert not folder.summary.with_suffix(".partial").exists()
 
 
+def test_half_a_character_hides_no_error(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    folder.write_error("what happened: \ud800")
+    assert (folder.path / "error.txt").read_text() == "what happened: \\ud800"
+    code = (
+        "import logging, pathlib, sys; from verl_trainers.commands.run import _log_to; "
+        "_log_to(pathlib.Path(sys.argv[1])); logging.error('what happened: \\ud800')"
+    )
+    log = folder.path / "run.log"
+    command = [sys.executable, "-c", code, str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "Logging error" not in done.stderr
+    assert log.read_text().endswith("what happened: \\ud800\n")
+
+
 def test_events_are_on_disk_within_a_second_and_at_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     events = JsonlEvents(tmp_path / "events.jsonl", clock=clock)

@@ -165,7 +165,7 @@ class RunFolder:
 
     def write_error(self, text: str) -> None:
         """Write ``error.txt``, the whole traceback of a failed run."""
-        (self.path / "error.txt").write_text(text, encoding="utf-8")
+        (self.path / "error.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 class JsonlEvents:

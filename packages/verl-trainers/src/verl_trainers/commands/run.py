@@ -107,7 +107,7 @@ def _log_to(file: Path) -> None:
     terminal = logging.StreamHandler(sys.stderr)
     terminal.addFilter(lambda row: row.levelno >= logging.WARNING or row.name.startswith("verl_"))
     formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
-    handlers = (terminal, logging.FileHandler(file, encoding="utf-8"))
+    handlers = (terminal, logging.FileHandler(file, encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
         handler.setFormatter(formatter)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
