@@ -55,6 +55,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         os._exit(7)
     if what == "nan":
         return float("nan")
+    if what == "huge":
+        return 1e39
     if what == "text":
         return "right"
     if what == "fork":
@@ -64,6 +66,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         with open(ground_truth, "w") as file:
             file.write(str(child.pid))
         time.sleep(3600)
+    if what.startswith("bare"):
+        script = 'env -i setsid sleep 3600 & echo $! > "$0"'
+        subprocess.run(["sh", "-c", script, ground_truth], check=True)
+    if what == "bare_and_die":
+        os._exit(7)
+    if what == "bare_and_hang":
+        time.sleep(3600)
+    if what == "half":
+        raise BaseException("a\\nb\\ud800")
     if what in ("session", "session_and_hang"):
         code = "import os; os.fork() and os._exit(0); os.setsid(); os.execlp('sleep', 'sleep', '3600')"
         os.environ["WHERE"] = ground_truth
@@ -176,6 +187,7 @@ async def test_clock_starts_at_execution_when_many_are_queued(make_client: Calla
         ("raise", "KeyError: 'no answer'"),
         ("exit", "SystemExit: 3"),
         ("nan", "finite"),
+        ("huge", "finite in float32"),
         ("text", "must return a number"),
         ("die", "exit code 7"),
     ],
@@ -264,6 +276,27 @@ async def test_what_left_its_session_and_its_parent_is_gone_when_closed(
         await client.close()
 
 
+@pytest.mark.parametrize("do", ["bare", "bare_and_hang", "bare_and_die"])
+async def test_what_dropped_its_environment_is_gone_too(
+    make_client: Callable[..., ProcessRewardClient], tmp_path: Path, do: str
+) -> None:
+    client = make_client(limit_s=1.0)
+    result = await client.score(request(do, truth=str(tmp_path / "pid")), deadline=deadline())
+    assert result.outcome == {"bare": SCORED, "bare_and_hang": TIMED_OUT, "bare_and_die": FAILED}[do], result.reason
+    pid = int((tmp_path / "pid").read_text())
+    if do == "bare":
+        assert alive(pid)
+        await client.close()
+    await until(lambda: not alive(pid))
+
+
+async def test_a_reason_that_is_no_text_can_be_written(make_client: Callable[..., ProcessRewardClient]) -> None:
+    result = await make_client().score(request("half"), deadline=deadline())
+    assert result.outcome == FAILED
+    assert "BaseException: a b\\ud800 (reward.py:" in result.reason
+    result.reason.encode()
+
+
 async def test_a_function_that_hangs_at_its_import_is_given_up_with_the_key(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(3600)\n")
     setup = Setup(
@@ -319,7 +352,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("do", ["fork_and_hang", "regex"])
+@pytest.mark.parametrize("do", ["fork_and_hang", "bare_and_hang", "regex"])
 async def test_nothing_outlives_a_parent_that_is_killed(
     make_client: Callable[..., ProcessRewardClient], tmp_path: Path, do: str
 ) -> None:
@@ -327,7 +360,7 @@ async def test_nothing_outlives_a_parent_that_is_killed(
     with start(ORPHAN, str(tmp_path / "reward.py"), do, str(pid_file)) as parent:
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline())]
-        if do == "fork_and_hang":
+        if do != "regex":
             await until(lambda: pid_file.exists() and bool(pid_file.read_text()))
             pids.append(int(pid_file.read_text()))
         assert all(alive(pid) for pid in pids)

@@ -1,25 +1,30 @@
 """Everything that descends from one reward process, and its end.
 
 A function may start processes in sessions of their own, whose parents are gone by the time that they must be stopped;
-the process group misses those. So each reward process carries a mark in its environment, which all of them inherit.
+the process group misses those. So the leader of a family adopts orphans, and who descends from it is a member. Where
+the leader is gone already, or cannot adopt, a mark in the environment is known, which all inherit that keep theirs.
 Prevents programs that a reward started (a sandbox, a server) from outliving the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import uuid
 from pathlib import Path
 
-__all__ = ["MARK", "end_family", "new_mark"]
+__all__ = ["MARK", "adopt_orphans", "end_family", "end_with_parent", "new_mark"]
 
 MARK = "VERL_REWARD_PROCESS"
 """Variable that a reward process and all that descend from it have in common."""
 _PROC = Path("/proc")
 _MAX_PASSES = 20
 """A family that forks while it is being killed is looked for again, this often at most."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def new_mark() -> str:
@@ -27,21 +32,37 @@ def new_mark() -> str:
     return uuid.uuid4().hex
 
 
-def end_family(leader: int, mark: str) -> None:
-    """Kill the group of `leader` and whoever carries `mark` or descends from one of them, the caller excepted.
+def adopt_orphans() -> None:
+    """Make this process the parent of each descendant whose own is gone, as init would be. Linux only."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
-    Where there is no ``/proc``, the group is all that is known.
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends. Linux only."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def end_family(leader: int, mark: str) -> None:
+    """Kill whoever descends from `leader`, carries `mark` or is in the group of `leader`, the caller excepted.
+
+    The leader goes last: while it lives, it adopts whom its descendants leave behind. Where there is no ``/proc``, the
+    group is all that is known.
     """
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone by itself, with all of its group
-        if os.getpgrp() != leader:
-            os.killpg(leader, signal.SIGKILL)
     for _ in range(_MAX_PASSES):
-        members = _members(leader, mark) - {os.getpid()}
+        members = _members(leader, mark) - {leader, os.getpid()}
         if not members:
-            return
+            break
         for pid in members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone by itself, with all of its group
+        if os.getpgrp() != leader:
+            os.killpg(leader, signal.SIGKILL)
 
 
 def _members(leader: int, mark: str) -> set[int]:
