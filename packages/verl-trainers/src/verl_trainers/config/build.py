@@ -49,6 +49,10 @@ _HINT_NAMES = {"Mapping": Mapping, "PauseMode": PauseMode, "LossAggregation": Lo
 """What the schema imports for type checkers only."""
 
 
+ALIKE = 0.7
+"""How much of two names must agree for one to be taken for the other."""
+
+
 class _Unset:
     """A leaf that keeps its default."""
 
@@ -103,7 +107,7 @@ class _Builder:
         for name, value in tree.items():
             key = f"{prefix}{name}"
             if name not in hints:
-                self._unknown(str(name), key, prefix, hints)
+                self._unknown(key, value, prefix, hints)
             elif key not in self._sources.broken:
                 built = self._value(value, hints[name], key)
                 if not isinstance(built, _Unset):
@@ -126,19 +130,41 @@ class _Builder:
             self._note(key, str(exc))
             return _UNSET
 
-    def _unknown(self, name: str, key: str, prefix: str, hints: Mapping[str, object]) -> None:
-        near = nearest(name, hints)
-        if near is not None:
-            advice = f"did you mean {prefix}{near}?"
-        else:
-            leaves = [leaf for leaf, _ in _sections(RunConfig)]
-            same = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
-            other = same[0] if same else nearest(key, leaves)
-            advice = f"did you mean {other}?" if other else f"known here: {', '.join(sorted(hints))}"
-        self._note(key, f"unknown key; {advice}")
+    def _unknown(self, key: str, value: object, prefix: str, hints: Mapping[str, object]) -> None:
+        """Note an unknown key, or section: each of verl's keys in it for itself."""
+        from verl_trainers.convert.lookup import said_of  # only a mistake needs these tables
+
+        said = {leaf: said_of(leaf, each) for leaf, each in _leaves(key, value)}
+        if not any(said.values()):
+            said = {key: None}
+        for leaf, text in said.items():
+            self._note(leaf, text or f"unknown key; {_advice(leaf, prefix, hints)}")
 
     def _note(self, key: str, text: str) -> None:
         self.mistakes.append(Mistake(key=key, place=self._sources.place(key), text=text))
+
+
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield full key → value of everything in `value` that is no section."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _leaves(f"{key}.{name}", item)
+    else:
+        yield key, value
+
+
+def _advice(key: str, prefix: str, hints: Mapping[str, object]) -> str:
+    """Return the key that was probably meant by `key`, whose section has `hints`, or those that are known there.
+
+    Only names are compared: sections that are the same make any two keys look alike.
+    """
+    name = key.rpartition(".")[2]
+    near = nearest(key.removeprefix(prefix), hints, cutoff=ALIKE)
+    if near is not None:
+        return f"did you mean {prefix}{near}?"
+    elsewhere = {leaf.rpartition(".")[2]: leaf for leaf, _ in reversed(list(_sections(RunConfig)))}
+    other = nearest(name, elsewhere, cutoff=ALIKE)
+    return f"did you mean {elsewhere[other]}?" if other is not None else f"known here: {', '.join(sorted(hints))}"
 
 
 def _optional(hint: object) -> bool:

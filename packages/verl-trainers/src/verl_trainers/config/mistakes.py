@@ -75,6 +75,6 @@ def config_error(mistakes: Sequence[Mistake]) -> ConfigError:
     return ConfigError("\n".join(dict.fromkeys(str(mistake) for mistake in mistakes)))
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that looks most like `word`; None when none does."""
-    return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)), None)
+def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the choice that looks most like `word`; None when less than `cutoff` of any agrees with it."""
+    return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)), None)

@@ -6,7 +6,6 @@ because ours are others, and what is still missing in the end.
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from verl_trainers.config.build import build_run_config, leaf_keys
 from verl_trainers.config.check import check_relations
 from verl_trainers.config.mistakes import nearest
 from verl_trainers.config.sources import MISSING, Sources
+from verl_trainers.convert.lookup import find_row
 from verl_trainers.convert.rows import ITSELF, MAPPED, SAME, UNKNOWN, UNSUPPORTED, Fate, keep, refuse
 from verl_trainers.convert.settings import Settings, is_legal, misfit, nested
 from verl_trainers.convert.tables import TABLE
@@ -101,17 +101,10 @@ def convert(source: Source) -> Conversion:
     )
 
 
-@functools.cache
-def _row(key: str) -> Row | None:
-    """Return the row that counts for `key`."""
-    exact = next((row for row in TABLE if row.key == key), None)
-    return exact or next((row for row in TABLE if row.match(key)), None)
-
-
 def _is_ours(keys: Mapping[str, Entry]) -> bool:
     """Whether the input is a recipe of ours: it has keys that only we know, and none that only upstream knows."""
-    return any(is_legal(key) and _row(key) is None for key in keys) and all(
-        is_legal(key) or _row(key) is None for key in keys
+    return any(is_legal(key) and find_row(key) is None for key in keys) and all(
+        is_legal(key) or find_row(key) is None for key in keys
     )
 
 
@@ -123,7 +116,7 @@ def _mode(source: Source, values: Mapping[str, object]) -> str:
     chosen = values.get("trainer.v1.trainer_mode")
     if isinstance(chosen, str):
         return chosen
-    if any(key.startswith("async_training.") and _row(key) is not None for key in values):
+    if any(key.startswith("async_training.") and find_row(key) is not None for key in values):
         return "fully_async"
     if not launched and any(key in values for key in ("rollout.nnodes", "rollout.n_gpus_per_node")):
         return "one_step_off"
@@ -148,7 +141,7 @@ def _fate(entry: Entry, is_last: bool, ours: bool, settings: Settings) -> Fate:
         return keep("is set again later")
     if entry.value == MISSING:
         return keep("??? is no value yet")
-    row = _row(entry.key)
+    row = find_row(entry.key)
     if entry.problem:
         fate = refuse("") if row is None else row.decide(entry.value, settings)
         return replace(refuse(entry.problem) if fate.values or not fate.why else fate, values={})
