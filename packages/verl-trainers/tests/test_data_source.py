@@ -145,6 +145,23 @@ def test_rows_that_exhaust_the_stack_are_named(tmp_path: Path) -> None:
         read_rows([str(file)], prompt_key="prompt")
 
 
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (pa.array([b"a", b"\xff\xfe", b"b"]).view(pa.string()), "column 'x' (string) cannot be read: 'utf-8'"),
+        (pa.array([0, 2**62, 1], pa.timestamp("us")), "column 'x' (timestamp[us]) cannot be read: "),
+        (pa.array([{"y": 0}, {"y": 2**62}, None], pa.struct([("y", pa.date64())])), "column 'x' (struct<y"),
+    ],
+)
+def test_values_of_parquet_that_python_cannot_hold_are_named(tmp_path: Path, column: pa.Array, words: str) -> None:
+    file = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"prompt": ["a", "b", "c"], "x": column}), file)
+    with pytest.raises(DataError) as error:
+        read_rows([str(file)], prompt_key="prompt")
+    assert "1 malformed rows of 3" in str(error.value)
+    assert f"{file}:2: {words}" in str(error.value)
+
+
 def test_numbers_that_json_has_not_are_named_in_parquet_too(tmp_path: Path) -> None:
     file = tmp_path / "x.parquet"
     rows = [{"prompt": "a", "reward_model": {"ground_truth": math.nan}}]

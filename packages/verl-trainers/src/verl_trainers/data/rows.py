@@ -18,6 +18,8 @@ from verl_contracts.samples import Message
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import pyarrow as pa
+
     from verl_contracts.events import JsonValue
 
 __all__ = ["Row", "read_rows"]
@@ -25,6 +27,16 @@ __all__ = ["Row", "read_rows"]
 _SHOWN = 5
 _MAX_DEPTH = 64
 """Levels of lists and objects in one value; deeper ones exhaust the stack of whoever walks them."""
+
+_NO_VALUE = (ValueError, OverflowError, LookupError)
+"""What Arrow raises for values that it can hold and Python cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unusable:
+    """A row that cannot be turned into Python values."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +101,35 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, object]]:
         with parquet.ParquetFile(path) as file:
             number = 0
             for batch in file.iter_batches():
-                for value in batch.to_pylist():
+                for value in _values(batch):
                     number += 1
                     yield f"{path}:{number}", value
     except (OSError, pa.ArrowException) as exc:
         raise DataError(f"{key}: {path}: cannot be read: {exc}") from exc
 
 
+def _values(batch: pa.RecordBatch) -> Sequence[object]:
+    """Return the rows, with `_Unusable` for each that holds what Python cannot, such as text that is no UTF-8."""
+    try:
+        return list(batch.to_pylist())
+    except _NO_VALUE:
+        rows = [batch.slice(i, 1) for i in range(batch.num_rows)]
+        return [_unusable(row) or row.to_pylist()[0] for row in rows]
+
+
+def _unusable(row: pa.RecordBatch) -> _Unusable | None:
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            column.to_pylist()
+        except _NO_VALUE as exc:
+            return _Unusable(f"column {name!r} ({column.type}) cannot be read: {exc}")
+    return None
+
+
 def _parse(value: object, place: str, prompt_key: str) -> Row:
     """Return the row. Raises ValueError saying what is wrong with it."""
+    if isinstance(value, _Unusable):
+        raise ValueError(value.reason)
     if isinstance(value, str):
         value = _load(value)
     if not isinstance(value, Mapping):
