@@ -241,6 +241,8 @@ def test_command_when_all_is_converted(capsys: pytest.CaptureFixture[str]) -> No
     out, err = capsys.readouterr()
     assert "train_files: t.parquet" in out or "train_files: [t.parquet]" in out
     assert err.startswith("6 keys: 6 same, 0 mapped")
+    assert "NOT SUPPORTED" not in out
+    assert "defaults not supported" not in out + err
 
 
 def test_command_when_something_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,6 +252,28 @@ def test_command_when_something_is_left_out(tmp_path: Path, capsys: pytest.Captu
     printed, err = capsys.readouterr()
     assert printed == ""
     assert "6 same, 0 mapped, 0 satisfied by default, 0 not supported, 1 unknown" in err
+
+
+def test_summary_when_a_default_of_verls_is_not_supported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(*WHOLE[1:]) == PARTIAL
+    out, err = capsys.readouterr()
+    assert out.count("NOT SUPPORTED") == 1
+    for text in (out, err):
+        assert "0 not supported, 0 unknown; 1 of verl's defaults not supported" in text.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        (f"{ROLLOUT}.name=nobody", "no engine is called 'nobody'; installed: torch"),
+        ("algorithm.adv_estimator=nobody", "no estimator is called 'nobody'; installed: grpo"),
+        (f"{ACTOR}.policy_loss.loss_mode=nobody", "no policy loss is called 'nobody'; installed: ppo_clip"),
+        ("trainer.logger=[nobody]", "no tracker is called 'nobody'; installed: jsonl, "),
+        (f"{ROLLOUT}.checkpoint_engine.backend=[]", "no backend is called '[]'; installed: "),
+    ],
+)
+def test_what_is_not_installed_when_named(word: str, text: str) -> None:
+    assert fate_of(word).why.startswith(text)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -93,7 +93,9 @@ def _printable(text: str) -> str:
 
 def _summary(conversion: Conversion) -> str:
     found = counts(conversion)
-    return f"{len(conversion.fates)} keys: " + ", ".join(f"{number} {kind}" for kind, number in found.items())
+    said = f"{len(conversion.fates)} keys: " + ", ".join(f"{number} {kind}" for kind, number in found.items())
+    lost = conversion.defaults_lost
+    return f"{said}; {lost} of verl's defaults not supported" if lost else said
 
 
 def _block(title: str, lines: Sequence[str]) -> list[str]:

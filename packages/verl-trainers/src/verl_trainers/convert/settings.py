@@ -10,12 +10,15 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import get_origin
+from typing import TYPE_CHECKING, get_origin
 
 from verl_trainers.config.build import build_run_config, leaf_keys
 from verl_trainers.config.sources import Sources
 
-__all__ = ["ENGINES", "Settings", "is_legal", "misfit", "nested", "offered"]
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["ENGINES", "Settings", "is_legal", "misfit", "nested", "not_offered", "offered"]
 
 ENGINES = "verl_rollout.engines"
 """Entry points of the inference engines, a family of the rollout package."""
@@ -55,6 +58,11 @@ class Settings:
 def offered(group: str, always: str) -> frozenset[str]:
     """Return the names of the plug-ins installed in `group`; `always`, our default, is one of them in any case."""
     return frozenset({always, *(entry.name for entry in entry_points(group=group))})
+
+
+def not_offered(what: str, value: object, known: Collection[str]) -> str:
+    """Say that no plug-in of the kind `what` is called `value`, and that those in `known` are."""
+    return f"no {what} is called {str(value)!r}; installed: {', '.join(sorted(known))}"
 
 
 def is_legal(key: str) -> bool:

@@ -53,6 +53,8 @@ class Conversion:
     """One for each key of the input, in order."""
     added: tuple[str, ...]
     """Our keys that no key of the input asked for: the mode, and upstream's defaults that differ from ours."""
+    defaults_lost: int
+    """How many defaults of upstream's are not supported, so that the recipe has the nearest; `missing` says which."""
     notes: tuple[str, ...]
     """What upstream does when nothing is said, and cannot be asked for here."""
     missing: tuple[str, ...]
@@ -84,10 +86,12 @@ def convert(source: Source) -> Conversion:
     unsaid = [] if ours else _unsaid(settings, has_mode="trainer.mode" in recipe)
     added: dict[str, Line] = {}
     notes: list[str] = []
+    defaults_lost = 0
     for name, fate in unsaid:
         new = {key: Line(value=value, comment=_comment(name, fate)) for key, value in fate.values.items()}
         new = {key: line for key, line in new.items() if key not in {*recipe, *added}}
         if fate.kind == UNSUPPORTED and (new or not fate.values):
+            defaults_lost += bool(new)
             (missing if new else notes).append(f"{name}: {fate.why}{f'; nearest: {fate.near}' if fate.near else ''}")
         added |= new
     recipe |= added
@@ -96,6 +100,7 @@ def convert(source: Source) -> Conversion:
         recipe=dict(sorted(recipe.items(), key=lambda item: _position(item[0]))),
         fates=tuple(zip(source.entries, fates, strict=True)),
         added=tuple(added),
+        defaults_lost=defaults_lost,
         notes=tuple(notes),
         missing=tuple(missing),
     )

@@ -19,7 +19,7 @@ from verl_trainers.convert.rows import (
     same,
     under,
 )
-from verl_trainers.convert.settings import offered
+from verl_trainers.convert.settings import not_offered, offered
 
 if TYPE_CHECKING:
     from verl_trainers.convert.rows import Decide, Row
@@ -87,7 +87,7 @@ def loss_mode(value: object, settings: Settings) -> Fate:
     known = offered("verl_contracts.policy_losses", "ppo_clip")
     if isinstance(value, str) and (value in known or ":" in value or "." in value):
         return Fate(kind="same", values={ITSELF: value})
-    return refuse(f"no policy loss is called {value}; there are {', '.join(sorted(known))}", near="ppo_clip")
+    return refuse(not_offered("policy loss", value, known), near="ppo_clip")
 
 
 def warmup_ratio(value: object, settings: Settings) -> Fate:

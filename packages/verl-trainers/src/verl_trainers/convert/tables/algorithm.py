@@ -15,7 +15,7 @@ from verl_trainers.convert.rows import (
     same,
     under,
 )
-from verl_trainers.convert.settings import offered
+from verl_trainers.convert.settings import not_offered, offered
 from verl_trainers.convert.tables.actor import old_log_prob
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def estimator(value: object, settings: Settings) -> Fate:
         return Fate(kind="mapped", why="the same numbers, another implementation", values={ITSELF: name})
     if isinstance(value, str) and (value in known or "." in value):
         return Fate(kind=SAME, values={ITSELF: value})
-    why = f"no estimator is called {value}; there are {', '.join(sorted(known))}"
-    return refuse(why, near="grpo", values={ITSELF: "grpo"})
+    return refuse(not_offered("estimator", value, known), near="grpo", values={ITSELF: "grpo"})
 
 
 ALGORITHM = (

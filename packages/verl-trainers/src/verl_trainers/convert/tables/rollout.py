@@ -19,7 +19,7 @@ from verl_trainers.convert.rows import (
     same,
     under,
 )
-from verl_trainers.convert.settings import ENGINES, offered
+from verl_trainers.convert.settings import ENGINES, not_offered, offered
 from verl_trainers.convert.tables.actor import DTYPES
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def engine(value: object, settings: Settings) -> Fate:
         return Fate(kind=SAME, values={ITSELF: value})
     if value == "hf":
         return mapped({ITSELF: "torch"}, "the embedded engine runs transformers models too, with a cache")
-    known = ", ".join(sorted(offered(ENGINES, "torch")))
-    why = f"no engine is called {value}; there are {known}"
+    why = not_offered("engine", value, offered(ENGINES, "torch"))
     return refuse(why, near="torch, the embedded engine", loses=COST, values={ITSELF: "torch"})
 
 
@@ -115,18 +114,17 @@ def agent_loop(value: object, settings: Settings) -> Fate:
         return Fate(kind=SAME, values={ITSELF: value})
     if name in known:
         return mapped({ITSELF: name}, "another name")
-    return refuse(f"no agent loop is called {value}; there are {', '.join(sorted(known))}", near=NEAR_TOOLS)
+    return refuse(not_offered("agent loop", value, known), near=NEAR_TOOLS)
 
 
 def backend(value: object, settings: Settings) -> Fate:
     """Translate the way that weights take."""
     known = offered("verl_contracts.weight_backends", "shm")
-    if value in known and value != "naive":
+    if isinstance(value, str) and value in known and value != "naive":
         return Fate(kind=SAME, values={ITSELF: value})
     if value == "naive":
         return mapped({ITSELF: "shm"}, "weights always cross from process to process, here through shared memory")
-    why = f"no backend is called {value}; there are {', '.join(sorted(known))}"
-    return refuse(why, near="shm, on one host", loses=COST, values={ITSELF: "shm"})
+    return refuse(not_offered("backend", value, known), near="shm, on one host", loses=COST, values={ITSELF: "shm"})
 
 
 ENGINE_COST = "is the engine's own choice"

@@ -19,7 +19,7 @@ from verl_trainers.convert.rows import (
     same,
     under,
 )
-from verl_trainers.convert.settings import is_legal, offered
+from verl_trainers.convert.settings import is_legal, not_offered, offered
 from verl_trainers.convert.tables.data import step_groups
 
 if TYPE_CHECKING:
@@ -59,9 +59,8 @@ def logger(value: object, settings: Settings) -> Fate:
     missing = [name for name in names if name not in {*known, "console"}]
     why = "metrics go to metrics.jsonl and progress to the terminal in any case"
     if missing:
-        return refuse(
-            f"no tracker is called {', '.join(missing)}; {why}", near="jsonl", loses=RECORD, values={ITSELF: kept}
-        )
+        lacking = "; ".join(not_offered("tracker", name, known) for name in missing)
+        return refuse(f"{lacking}; {why}", near="jsonl", loses=RECORD, values={ITSELF: kept})
     return Fate(kind=SAME, values={ITSELF: names}) if names == kept else mapped({ITSELF: kept}, why)
 
 
