@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from verl_contracts import errors
-from verl_contracts.failures import MAX_LINES, FailureRecord
+from verl_contracts.failures import MAX_LINES, FailureRecord, first_cause
 
 RECORD = FailureRecord(role="replica", rank=2, node="n1", cause="RuntimeError: out of memory", lines=("a", "b"))
 SPECIAL: dict[type[errors.VerlError], errors.VerlError] = {
@@ -61,6 +61,7 @@ def _chain() -> Exception:
 
 def test_record_names_the_first_cause_of_a_chain() -> None:
     record = FailureRecord.from_exception(_chain(), role="worker", rank=1)
+    assert record.cause.endswith(str(first_cause(_chain())))
     assert (record.role, record.rank, record.cause) == ("worker", 1, "OSError: disk full")
     assert any("disk full" in line for line in record.lines)
 

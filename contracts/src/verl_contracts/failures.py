@@ -9,7 +9,7 @@ from typing import Protocol
 
 from verl_contracts.errors import WaitTimeout
 
-__all__ = ["MAX_LINES", "FailureRecord", "FailureSink"]
+__all__ = ["MAX_LINES", "FailureRecord", "FailureSink", "first_cause"]
 
 MAX_LINES = 30
 """Most lines kept of a failure's output."""
@@ -32,18 +32,8 @@ class FailureRecord:
 
     @classmethod
     def from_exception(cls, exc: BaseException, *, role: str, rank: int) -> FailureRecord:
-        """Describe `exc`: the cause is the innermost exception that it was raised from.
-
-        A wait that ran out is a cause itself: inside it there is only the cancelling of what was awaited.
-        """
-        first = exc
-        seen = {id(first)}
-        while not isinstance(first, WaitTimeout):
-            inner = first.__cause__ or (None if first.__suppress_context__ else first.__context__)
-            if inner is None or id(inner) in seen:
-                break
-            first = inner
-            seen.add(id(first))
+        """Describe `exc`, with its `first_cause`."""
+        first = first_cause(exc)
         text = "".join(traceback.format_exception(exc)).splitlines()
         return cls(
             role=role,
@@ -56,6 +46,22 @@ class FailureRecord:
     def __str__(self) -> str:
         head = f"{self.role}[{self.rank}] on {self.node}: {self.cause}"
         return "\n".join([head, *(f"  | {line}" for line in self.lines)])
+
+
+def first_cause(exc: BaseException) -> BaseException:
+    """Return the innermost exception that `exc` was raised from, which may be `exc`.
+
+    A wait that ran out is a cause itself: inside it there is only the cancelling of what was awaited.
+    """
+    first = exc
+    seen = {id(first)}
+    while not isinstance(first, WaitTimeout):
+        inner = first.__cause__ or (None if first.__suppress_context__ else first.__context__)
+        if inner is None or id(inner) in seen:
+            break
+        first = inner
+        seen.add(id(first))
+    return first
 
 
 class FailureSink(Protocol):

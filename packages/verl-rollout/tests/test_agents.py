@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import agent_fakes
 import pytest
 from agent_fakes import CountingReward
 from service_fakes import STOP, World, group, settings, world
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
 
     from verl_contracts.rollout import RolloutSettings
     from verl_contracts.samples import GroupResult, SampleResult
+
+_LOOPS = Path(agent_fakes.__file__)
+_LINE = 1 + next(i for i, text in enumerate(_LOOPS.read_text().splitlines()) if "raise KeyError" in text)
+RAISES = f"{_LOOPS}:{_LINE} in run"
+"""Where a loop raises that is told to."""
 
 
 def play(case: Callable[[World], Awaitable[None]]) -> None:
@@ -125,11 +133,40 @@ def test_one_sample_that_raises_leaves_the_others_unharmed() -> None:
         bad = result.samples[7]
         assert (bad.outcome, bad.score, bad.payload) == (FAILED, None, None)
         assert bad.failure is not None
-        assert bad.failure.cause == "KeyError: 'scripted: no such tool'"
+        assert bad.failure.cause == f"KeyError: 'scripted: no such tool' ({RAISES})"
+        assert "worker.py" not in "\n".join(bad.failure.lines), "only frames of the loop are shown"
         assert any("in run" in line for line in bad.failure.lines), "the traceback names where it was raised"
         assert (bad.failure.role, bad.failure.rank) == ("agent", 0)
 
     play(case)
+
+
+def test_a_cause_is_logged_with_its_traceback_once_and_counted_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "verl_rollout.agents")
+
+    async def case(here: World) -> None:
+        manager = await agents(here, settings(max_num_seqs=64), moods=dict.fromkeys(range(40), "raises"))
+        await manager.run_group(group(n=50), deadline=here.within(60.0))
+        await manager.close(deadline=here.within(5.0))
+
+    play(case)
+    rows = [row for row in caplog.records if row.name == "verl_rollout.agents.failures"]
+    (full,) = (row.getMessage() for row in rows if row.levelno == logging.WARNING)
+    assert full.startswith("sample 0 of group ")
+    assert "Traceback" in full
+    assert "raise KeyError" in full
+    assert sum(row.levelno == logging.DEBUG for row in rows) == 39
+    assert rows[-1].getMessage().startswith("40 samples ended alike: KeyError: 'scripted: no such tool' (")
+
+
+def test_a_reward_that_fails_alike_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def case(here: World) -> None:
+        manager = await agents(here, settings(max_num_seqs=64), verdicts=dict.fromkeys(range(30), "fails"))
+        await manager.run_group(group(n=30), deadline=here.within(60.0))
+
+    play(case)
+    said = [row.getMessage() for row in caplog.records if row.levelno == logging.WARNING]
+    assert [text.count("scripted: fails") for text in said] == [1]
 
 
 def test_sample_that_never_returns_times_out_at_its_own_limit() -> None:
@@ -140,6 +177,7 @@ def test_sample_that_never_returns_times_out_at_its_own_limit() -> None:
         late = result.samples[1]
         assert late.failure is not None
         assert "20 s" in late.failure.cause
+        assert ".py:" not in late.failure.cause, "a wait says who was waited for; where is our business"
         assert late.seconds == pytest.approx(20.0, abs=0.1)
         assert here.clock.now() == pytest.approx(20.0, abs=0.1)
 

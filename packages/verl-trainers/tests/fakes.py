@@ -19,6 +19,11 @@ from verl_contracts.tracking import Metric
 from verl_contracts.training import StepContext, StepResult, TrainBatch
 from verl_contracts.weights import CheckpointSettings, ReplicaSync, SyncReport, WeightSenderHost
 
+BAD = FailureRecord(
+    role="agent", rank=0, node="here", cause="ValueError: x (/loop.py:7 in run)", lines=('File "/loop.py"', "raise x")
+)
+"""Why samples of bad groups have no score."""
+
 
 @dataclass(slots=True)
 class World:
@@ -114,6 +119,7 @@ class FakeAgents:
                     num_tokens=4,
                     num_trained=2,
                     versions=None if bad else (oldest, newest),
+                    failure=BAD if bad else None,
                 )
                 for index in range(request.n)
             ),

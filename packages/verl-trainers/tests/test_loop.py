@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -269,6 +270,22 @@ def test_groups_that_cannot_be_scored_stop_the_run_past_a_ratio() -> None:
         assert bench.loop.report.rejects
 
     run_virtual(main())
+
+
+def test_why_groups_are_unusable_is_said_once_and_the_error_holds_the_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> str:
+        bench = Bench(k=1, batch=4, steps=9)
+        bench.world.bad_group = lambda request: True
+        with pytest.raises(RunFailed, match=r"first failed: ValueError: x \(/loop\.py:7 in run\)") as caught:
+            await bench.loop.run()
+        assert bench.loop.report.groups_dropped >= 8
+        assert caught.value.__cause__ is None, "one error that says it once"
+        return "".join(traceback.format_exception(caught.value))
+
+    assert "agent[0] on here: ValueError: x" in run_virtual(main())
+    assert sum("was dropped" in row.getMessage() for row in caplog.records if row.levelname == "WARNING") == 1
 
 
 def test_unusable_raise_stops_at_once() -> None:

@@ -18,6 +18,7 @@ from verl_contracts.rewards import RewardClient
 from verl_contracts.rollout import LLMClient
 from verl_contracts.samples import ABSTAINED, FAILED, SCORED, TIMED_OUT, GroupResult, SampleResult
 from verl_contracts.waits import bounded
+from verl_rollout.agents.failures import FailureLog, describe
 from verl_rollout.agents.scoring import num_turns, oldest_and_newest, reward_request
 from verl_rollout.objects import build_object
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOP_OPTIONS_KEY", "AgentWorkerActor"]
 
-_log = logging.getLogger(__name__)
 _SAMPLE_LIMIT = "actor_rollout_ref.rollout.agent.sample_limit_s"
 
 LOOP_OPTIONS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_options"
@@ -52,6 +52,7 @@ class AgentWorkerActor:
     ) -> None:
         self._context = context
         self._sample_limit_s = sample_limit_s
+        self._failures = FailureLog()
         role = f"{context.role}[{context.rank}]"
         loop_class = load_plugin(families.AGENT_LOOP, loop, key=families.AGENT_LOOP.key, role=role)
         model = build_object(client, LLMClient, context=context, name="LLM client")
@@ -73,7 +74,8 @@ class AgentWorkerActor:
         return GroupResult(uid=request.uid, samples=tuple(samples))
 
     async def close(self) -> None:
-        """Stop the reward processes."""
+        """Stop the reward processes, and log how often samples failed."""
+        self._failures.close()
         if self._reward is not None:
             await self._reward.close()
 
@@ -93,15 +95,15 @@ class AgentWorkerActor:
             raise
         except Exception as exc:
             outcome = TIMED_OUT if isinstance(exc, WaitTimeout) else FAILED
-            record = FailureRecord.from_exception(exc, role=self._context.role, rank=self._context.rank)
-            _log.warning("sample %d of group %s: %s: %s", index, request.uid, outcome, record.cause)
+            record = describe(exc, role=self._context.role, rank=self._context.rank)
+            self._failures.note(f"sample {index} of group {request.uid}", outcome, record)
             return SampleResult(index=index, outcome=outcome, failure=record, seconds=clock.now() - started)
 
     async def _play(self, request: GroupRequest, index: int, started: float, limit: Deadline) -> SampleResult:
         trajectories = await self._loop.run(request, index, deadline=limit)
         if not trajectories:
             raise StateError("aborted: a turn was cut and not continued")
-        outcome, score, metrics, reason = await self._judge(request, index, trajectories, limit)
+        outcome, score, metrics, failure = await self._judge(request, index, trajectories, limit)
         return SampleResult(
             index=index,
             outcome=outcome,
@@ -114,18 +116,20 @@ class AgentWorkerActor:
             num_turns=num_turns(trajectories),
             seconds=self._context.clock.now() - started,
             metrics=metrics,
-            failure=self._record(f"reward {outcome}: {reason}") if outcome in (FAILED, TIMED_OUT) else None,
+            failure=failure,
         )
 
     async def _judge(
         self, request: GroupRequest, index: int, trajectories: tuple[Trajectory, ...], limit: Deadline
-    ) -> tuple[Outcome, float | None, Mapping[str, float], str]:
+    ) -> tuple[Outcome, float | None, Mapping[str, float], FailureRecord | None]:
         if self._reward is None:
-            return ABSTAINED, None, {}, ""
+            return ABSTAINED, None, {}, None
         verdict = await self._reward.score(reward_request(request, index, trajectories), deadline=limit)
-        if verdict.outcome != SCORED:
-            _log.info("sample %d of group %s: reward %s: %s", index, request.uid, verdict.outcome, verdict.reason)
-        return verdict.outcome, verdict.score, verdict.metrics, verdict.reason
-
-    def _record(self, cause: str) -> FailureRecord:
-        return FailureRecord.from_exception(RuntimeError(cause), role=self._context.role, rank=self._context.rank)
+        if verdict.outcome == SCORED:
+            return SCORED, verdict.score, verdict.metrics, None
+        cause = RuntimeError(f"reward {verdict.outcome}: {verdict.reason}")
+        record = FailureRecord.from_exception(cause, role=self._context.role, rank=self._context.rank)
+        failed = verdict.outcome in (FAILED, TIMED_OUT)
+        level = logging.WARNING if failed else logging.INFO
+        self._failures.note(f"sample {index} of group {request.uid}", verdict.outcome, record, level=level)
+        return verdict.outcome, verdict.score, verdict.metrics, record if failed else None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from verl_contracts.clock import Clock
     from verl_contracts.events import EventSink
+    from verl_contracts.failures import FailureRecord
     from verl_contracts.samples import GroupResult, Prompt, SampleResult
     from verl_contracts.tokens import SamplingParams
     from verl_contracts.training import AdmissionPolicy, DataSource, ExperienceStore
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["GroupPlayer", "GroupProducer", "GroupRules", "Reject"]
 
 _log = logging.getLogger(__name__)
+
+_MOST_CAUSES = 10
+"""Distinct causes of unusable groups that the log has a line for."""
 
 
 class GroupPlayer(Protocol):
@@ -96,6 +100,8 @@ class GroupProducer:
         self._fatal: BaseException | None = None
         self._exhausted = False
         self._version = 0
+        self._said: set[str] = set()
+        """Causes that the log has."""
         self.counts: Counter[str] = Counter()
         """Groups admitted, finished, unusable, dropped, ``dropped: REASON``; ``samples: OUTCOME``; discarded tokens."""
         self.rejects: list[Reject] = []
@@ -131,6 +137,8 @@ class GroupProducer:
         """
         while True:
             self._changed.clear()
+            if isinstance(self._fatal, RunFailed):
+                raise self._fatal  # it says all; another one around it would only say it again
             if self._fatal is not None:
                 raise RunFailed(f"rollout failed: {self._fatal}") from self._fatal
             uids = self._admission.select()
@@ -205,7 +213,9 @@ class GroupProducer:
                 "manager must return one result per sample"
             )
         oldest = result.oldest_version
-        reason = self._unusable(result)
+        first = next((sample for sample in result.samples if sample not in result.scored), None)
+        failure = None if first is None else first.failure
+        reason = self._unusable(result, failure)
         if reason is None and oldest is None:
             reason = "nothing to train on"
         self._events.emit(
@@ -220,7 +230,7 @@ class GroupProducer:
         self.counts.update(f"samples: {sample.outcome}" for sample in result.samples)
         if reason is not None or oldest is None:
             self._discard_tokens(result.samples)
-            self._reject(uid, reason or "nothing to train on")
+            self._reject(uid, reason or "nothing to train on", failure)
             return
         if not self._admission.finish(uid, oldest_version=oldest):
             self._discard_tokens(result.samples)
@@ -234,38 +244,52 @@ class GroupProducer:
     def _discard_tokens(self, samples: Iterable[SampleResult]) -> None:
         self.counts[DISCARDED_TOKENS] += sum(sample.num_trained for sample in samples)
 
-    def _unusable(self, result: GroupResult) -> str | None:
+    def _unusable(self, result: GroupResult, failure: FailureRecord | None) -> str | None:
+        """Return why the group cannot be used, None when it can; `failure` is that of its first bad sample."""
         bad = [sample for sample in result.samples if sample not in result.scored]
         if not bad or (self._rules.unusable == "train_rest" and len(bad) < len(result.samples)):
             return None
-        first = bad[0]
-        why = f": {first.failure.cause}" if first.failure is not None else ""
-        text = f"{len(bad)} of {len(result.samples)} samples without a score, first {first.outcome}{why}"
+        why = f": {failure.cause}" if failure is not None else ""
+        text = f"{len(bad)} of {len(result.samples)} samples without a score, first {bad[0].outcome}{why}"
         if self._rules.unusable == "raise":
-            raise RunFailed(f"group {result.uid}: {text}; reward.unusable=raise stops the run")
+            raise _failed(f"group {result.uid}: {text}; reward.unusable=raise stops the run", failure)
         return text
 
-    def _reject(self, uid: GroupUid, reason: str) -> None:
+    def _reject(self, uid: GroupUid, reason: str, failure: FailureRecord | None) -> None:
+        """Give up an unusable group. The log has one line for each cause; every group is in the events."""
         self.counts["unusable"] += 1
-        self._drop(uid, UNUSABLE, reason)
+        cause = reason if failure is None else failure.cause
+        new = cause not in self._said and len(self._said) < _MOST_CAUSES
+        if new:
+            self._said.add(cause)
+        self._drop(uid, UNUSABLE, reason, level=logging.WARNING if new else logging.DEBUG)
         finished, unusable = self.counts["finished"], self.counts["unusable"]
         if finished >= self._min_ratio_groups and unusable > self._rules.max_unusable_ratio * finished:
-            raise RunFailed(
+            text = (
                 f"{unusable} of {finished} groups were unusable, more than reward.max_unusable_ratio="
                 f"{self._rules.max_unusable_ratio} allows; last: group {uid}: {reason}"
             )
+            raise _failed(text, failure)
         self.fill(self._version)
 
-    def _drop(self, uid: GroupUid, kind: str, reason: str) -> None:
+    def _drop(self, uid: GroupUid, kind: str, reason: str, *, level: int = logging.WARNING) -> None:
         self._admission.drop(uid, DropReason(reason))
         self._store.discard(uid)
         self.counts[DROPPED] += 1
         self.counts[f"{DROPPED}: {kind}"] += 1
         self.rejects.append(Reject(uid=uid, reason=reason))
         self._events.emit("group.dropped", {"uid": str(uid), "reason": reason})
-        _log.warning("group %s was dropped: %s", uid, reason)
+        _log.log(level, "group %s was dropped: %s", uid, reason)
 
     def _holders(self) -> str:
         blocking = [str(uid) for uid in self._admission.blocking()]
         shown = ", ".join(blocking[:8]) + (f" and {len(blocking) - 8} more" if len(blocking) > 8 else "")
         return f"groups {shown}" if blocking else "admission of new groups"
+
+
+def _failed(text: str, failure: FailureRecord | None) -> RunFailed:
+    """Return the error, with the traceback of the process where it happened as its note."""
+    error = RunFailed(text)
+    if failure is not None and len(failure.lines) > 1:
+        error.add_note(str(failure))
+    return error
