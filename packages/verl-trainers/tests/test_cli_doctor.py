@@ -6,16 +6,19 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from verl_contracts.plugins import FAMILIES
+from verl_contracts.tracking import RunEnd, TrackedRun
 from verl_trainers.cli import main
 from verl_trainers.commands.doctor import render_diagnosis
 from verl_trainers.commands.table import table
 from verl_trainers.doctor import machine, software
+from verl_trainers.doctor.plugins import inspect_plugins
 from verl_trainers.doctor.report import diagnose
 
 
@@ -130,6 +133,55 @@ def test_a_family_that_nobody_serves_must_be_fixed() -> None:
         assert sum("# brings the " in line and name in line.partition("# ")[2] for line in found.must_fix) >= 1
     assert len(set(found.must_fix)) == len(found.must_fix)
     assert all("\n" not in line for line in [*found.must_fix, *found.advice])
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_tracker_whose_library_is_absent_cannot_be_used(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setenv("COLUMNS", "400")
+    fix = f"pip install 'verl-trainers[{name}]'"
+    assert main(["plugins", "--family", "tracker"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.split()[:2] == ["tracker", name]]
+    assert f"needs the module {name!r}" in line
+    assert line.endswith(fix)
+    (jsonl,) = [line for line in lines if line.split()[:2] == ["tracker", "jsonl"]]
+    assert jsonl.endswith("can be used")
+    found = diagnose()
+    (trackers,) = [row.usable for row in found.contracts if row.family == "tracker"]
+    assert "jsonl" in trackers
+    assert name not in trackers
+    assert any(f"tracker {name!r}" in text and fix in text for text in found.advice)
+
+
+class Demanding:
+    """A tracker that has to be told something."""
+
+    def __init__(self, *, file: str) -> None:
+        raise AssertionError("must not be built without options")
+
+    def start(self, run: TrackedRun, /) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float], /) -> None: ...
+
+    def close(self, end: RunEnd, /) -> None: ...
+
+
+class Broken(Demanding):
+    def __init__(self) -> None:
+        raise OSError("no such disk")
+
+
+def test_a_tracker_from_elsewhere_is_built_if_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distribution(tmp_path, "outside", "0.1")
+    offered = "[verl_contracts.trackers]\ndemanding = test_cli_doctor:Demanding\nbroken = test_cli_doctor:Broken\n"
+    (tmp_path / "outside-0.1.dist-info" / "entry_points.txt").write_text(offered)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problems = {row.name: row.problem for row in inspect_plugins("tracker")}
+    assert problems["demanding"] is None
+    assert problems["broken"] == "building it raises OSError: no such disk"
 
 
 def test_all_is_shown_in_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from verl_contracts.errors import PluginError
-from verl_contracts.plugins import FAMILIES, available, load_plugin
+from verl_contracts.errors import ConfigError
+from verl_contracts.plugins import FAMILIES, available, check_options, families, load_plugin
 from verl_contracts.plugins.finding import find_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from verl_contracts.plugins import Family
 
 KEY = "plug-in"
 """Stands for the config key in messages, since none names a plug-in here."""
@@ -46,6 +47,7 @@ def family_names() -> list[str]:
 def inspect_plugins(family: str | None = None) -> list[PluginRow]:
     """Load every plug-in of one family, or of all for None. Costs their imports, which take seconds.
 
+    Trackers are built as well, which begins nothing by contract, and is where they miss their library.
     Those of a family that a package keeps to itself are imported only: their contract is not known here.
     """
     rows = [
@@ -53,7 +55,7 @@ def inspect_plugins(family: str | None = None) -> list[PluginRow]:
         for found in FAMILIES.values()
         if family in (None, found.name)
         for name, entries in available(found).items()
-        for row in _rows(found.name, entries, partial(load_plugin, found, name, key=KEY))
+        for row in _rows(found.name, entries, partial(_load, found, name))
     ]
     for group in _private_groups():
         if family in (None, group):
@@ -61,6 +63,23 @@ def inspect_plugins(family: str | None = None) -> list[PluginRow]:
                 find = partial(find_class, entry.value, key=KEY, distribution=entry.dist)
                 rows += _rows(group, [entry], find)
     return rows
+
+
+def _load(family: Family[object], name: str) -> type:
+    cls: type = load_plugin(family, name, key=KEY)
+    if family.group != families.TRACKER.group:
+        return cls
+    try:
+        check_options(cls, {}, key=KEY)
+    except ConfigError:  # it cannot be built without options, which only a run has
+        return cls
+    try:
+        cls()
+    except ConfigError:
+        raise
+    except Exception as exc:
+        raise ConfigError(f"building it raises {type(exc).__name__}: {exc}") from exc
+    return cls
 
 
 def _private_groups() -> list[str]:
@@ -79,10 +98,10 @@ def _rows(family: str, entries: Sequence[importlib.metadata.EntryPoint], load: C
 def _problem(load: Callable[[], type]) -> str | None:
     try:
         load()
-    except PluginError as exc:
+    except ConfigError as exc:
         return _TAIL.sub("", str(exc).removeprefix(f"{KEY}: "))
-    except SystemExit as exc:  # raised by the plug-in's module while it is imported
-        return f"importing it ended the process (SystemExit: {exc.code})"
+    except SystemExit as exc:  # raised by the plug-in itself
+        return f"loading it ended the process (SystemExit: {exc.code})"
     return None
 
 
