@@ -12,6 +12,7 @@ from config_cases import GOOD, mistakes_of
 
 from verl_contracts.errors import ConfigError
 from verl_contracts.training import Placement
+from verl_trainers.config.build import leaf_keys
 from verl_trainers.config.check import check_files, check_relations
 from verl_trainers.config.load import load_config, resolve_config
 from verl_trainers.config.placing import check_resources
@@ -29,6 +30,25 @@ def config_of(*overrides: str) -> RunConfig:
 
 def test_nothing_is_wrong_with_the_base() -> None:
     assert mistakes_of() == []
+
+
+@pytest.mark.parametrize("key", sorted(key for key in leaf_keys() if key.endswith("_s")))
+def test_a_limit_that_no_timer_can_hold_is_refused(key: str) -> None:
+    longest = f"{ROLLOUT}.agent.sample_limit_s=1e8"
+    assert mistakes_of(longest, f"{key}=1e8") == []
+    (mistake,) = mistakes_of(longest, f"{key}=1e300")
+    assert f"{key}: must be ≤ 1e+08 seconds, which is three years, got 1e+300" in mistake
+
+
+def test_a_file_of_another_kind_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "passwd"
+    file.touch()
+    found = check_files(config_of(f"data.train_files=[{file}]", f"data.val_files=[{file}]"))
+    text = f"{file}: unknown kind of file ''; use .jsonl or .parquet"
+    assert [(mistake.key, mistake.text) for mistake in found if "model" not in mistake.key] == [
+        ("data.train_files", text),
+        ("data.val_files", text),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_trainers.config.mistakes import Mistake
+from verl_trainers.data.rows import KINDS, unknown_kind
 from verl_trainers.partial.rules import check_partial, part_of
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ AT_MOST_ONE = (
     f"{_ROLLOUT}.val_kwargs.top_p",
     "reward.max_unusable_ratio",
 )
+MAX_SECONDS = 1e8
+"""Longest limit, three years: clocks and timers of libraries overflow somewhere above."""
 
 
 def check_relations(config: RunConfig) -> list[Mistake]:
@@ -132,6 +135,8 @@ def _ranges(config: RunConfig) -> Iterator[Mistake]:
         value = _get(config, key)
         if isinstance(value, (int, float)) and value <= 0:
             yield Mistake(key=key, text=f"must be > 0, got {value:g}")
+        elif isinstance(value, (int, float)) and key.endswith("_s") and value > MAX_SECONDS:
+            yield Mistake(key=key, text=f"must be ≤ {MAX_SECONDS:g} seconds, which is three years, got {value:g}")
     for key in AT_MOST_ONE:
         value = _get(config, key)
         if isinstance(value, (int, float)) and value > 1:
@@ -273,7 +278,7 @@ def _reward(config: RunConfig) -> Iterator[Mistake]:
             uses=("reward.custom_reward_function.path",),
         )
     limit, sample_limit = config.reward.limit_s, config.actor_rollout_ref.rollout.agent.sample_limit_s
-    if 0 < sample_limit < limit:
+    if 0 < sample_limit < limit <= MAX_SECONDS:
         yield Mistake(
             key="reward.limit_s",
             text=f"must be ≤ {_ROLLOUT}.agent.sample_limit_s ({limit:g} > {sample_limit:g}), which includes the reward",
@@ -301,7 +306,7 @@ def _validation(config: RunConfig) -> Iterator[Mistake]:
 
 
 def check_files(config: RunConfig, *, prepared: Path | None = None) -> list[Mistake]:
-    """Return the files and folders that are not there; those in `prepared`, which is yet to be made, count as there."""
+    """Return the files and folders that are not there, or cannot be data; those that `prepared` will hold are there."""
     made = config.prepare is not None and prepared is not None
     found: list[Mistake] = []
     trains = config.data.train_files if part_of(config) in ("whole", "rollout_only") else ()
@@ -310,11 +315,11 @@ def check_files(config: RunConfig, *, prepared: Path | None = None) -> list[Mist
         ("data.val_files", config.data.val_files),
         ("data.rollout_files", config.data.rollout_files),
     ):
-        found += [
-            Mistake(key=key, text=f"no such file: {file}")
-            for file in map(Path, files)
-            if not file.is_file() and not (made and prepared in file.parents)
-        ]
+        for file in map(Path, files):
+            if not file.is_file() and not (made and prepared in file.parents):
+                found.append(Mistake(key=key, text=f"no such file: {file}"))
+            elif key != "data.rollout_files" and file.suffix not in KINDS:
+                found.append(Mistake(key=key, text=unknown_kind(file)))
     model = Path(config.actor_rollout_ref.model.path)
     named = bool(config.actor_rollout_ref.model.path) and not (made and prepared in model.parents)
     if named and not (model / "config.json").is_file():

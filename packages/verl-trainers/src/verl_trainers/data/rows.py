@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
     from verl_contracts.events import JsonValue
 
-__all__ = ["Row", "read_rows"]
+__all__ = ["KINDS", "Row", "read_rows", "unknown_kind"]
+
+KINDS = (".jsonl", ".json", ".parquet")
+"""Endings of files that can be read."""
 
 _SHOWN = 5
 _MAX_DEPTH = 64
@@ -75,12 +78,14 @@ def read_rows(files: Sequence[str], *, prompt_key: str, key: str = "data.train_f
 
 
 def _read_file(path: Path, key: str) -> Iterator[tuple[str, object]]:
-    if path.suffix in (".jsonl", ".json"):
-        yield from _read_jsonl(path, key)
-    elif path.suffix == ".parquet":
-        yield from _read_parquet(path, key)
-    else:
-        raise DataError(f"{key}: {path}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
+    if path.suffix not in KINDS:
+        raise DataError(f"{key}: {unknown_kind(path)}")
+    yield from _read_parquet(path, key) if path.suffix == ".parquet" else _read_jsonl(path, key)
+
+
+def unknown_kind(path: Path) -> str:
+    """Say that `path` is no file of `KINDS`."""
+    return f"{path}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet"
 
 
 def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, object]]:
