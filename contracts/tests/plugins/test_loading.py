@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -203,9 +204,37 @@ def test_contested_name_lists_both_owners(install: Callable[..., None]) -> None:
     assert "team-b (samples:Static)" in message
 
 
-def test_module_that_is_nowhere_shows_where_was_searched() -> None:
-    assert "no module 'nowhere_at_all'" in _refused("nowhere_at_all.Thing")
-    assert "sys.path begins with" in _refused("nowhere_at_all.Thing")
+@pytest.mark.parametrize("here", [True, False], ids=["on the path", "not on the path"])
+def test_module_that_is_nowhere_shows_where_was_searched(
+    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*([str(tmp_path)] if here else []), *filter(None, sys.path)])
+    message = _refused("nowhere_at_all.Thing")
+    assert "no module 'nowhere_at_all'" in message
+    where = f"the current folder {tmp_path} and what is installed"
+    assert (where if here else f"what is installed, and not the current folder {tmp_path})") in message
+    assert "sys.path" not in message
+
+
+@pytest.mark.parametrize(
+    ("missing", "nearest"),
+    [
+        ("my_pakage", "; nearest: 'my_package'"),
+        ("_pikle", ""),
+        ("asyncioo", ""),
+        ("pytets", "; nearest: 'pytest'"),
+        ("verl_contract", "; nearest: 'verl_contracts'"),
+    ],
+)
+def test_near_modules_are_those_of_the_folder_then_really_near_installed_ones(
+    missing: str, nearest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("my_package", "_pikkle"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert f"not found: no module {missing!r}{nearest} (process " in _refused(f"{missing}.Thing")
 
 
 def test_role_of_the_process_is_named_when_given() -> None:
@@ -231,8 +260,6 @@ def test_class_outside_the_project_is_loaded_in_a_spawned_process(tmp_path: Path
 
 
 def _load_there(folder: str) -> str:
-    import sys
-
     sys.path.insert(0, folder)
     found = load_plugin(families.REWARD_FUNCTION, "users_own.Mine", key=KEY, role="reward[0]")
     return f"{found.__module__}:{found.__qualname__}"

@@ -24,20 +24,22 @@ if TYPE_CHECKING:
 __all__ = ["find_class", "nearest", "where"]
 
 
+_REALLY_NEAR = 0.8
+"""How much of an installed module's name must agree: there are hundreds, and few of them were meant."""
+
+
 def where(role: str | None) -> str:
     """Return how messages name this process."""
     return f"process {os.getpid()}, {role}" if role else f"process {os.getpid()}"
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return ``"; nearest: 'x', 'y'"`` for names like `name`, or the empty string."""
-    close = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.6)
+def nearest(name: str, candidates: Iterable[str], *, alike: float = 0.6) -> str:
+    """Return ``"; nearest: 'x', 'y'"`` for names that agree with `name` by the share `alike`, or the empty string."""
+    close = difflib.get_close_matches(name, list(candidates), n=3, cutoff=alike)
     return f"; nearest: {', '.join(repr(match) for match in close)}" if close else ""
 
 
-def find_class(
-    path: str, *, key: str, role: str | None = None, distribution: Distribution | None = None
-) -> type:
+def find_class(path: str, *, key: str, role: str | None = None, distribution: Distribution | None = None) -> type:
     """Import the class at ``package.module.Class`` or ``package.module:Outer.Inner``.
 
     `key` is the config key that named it and `role` the process, both for messages; `distribution` is asked for the
@@ -67,9 +69,7 @@ def find_class(
     return found
 
 
-def _import(
-    name: str, path: str, *, key: str, role: str | None, distribution: Distribution | None
-) -> ModuleType:
+def _import(name: str, path: str, *, key: str, role: str | None, distribution: Distribution | None) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as exc:
@@ -77,7 +77,7 @@ def _import(
         if name == missing or name.startswith(f"{missing}."):
             raise PluginError(
                 f"{key}: {path!r} not found: no module {missing!r}{_near_modules(missing)}{_colon_hint(name, path)} "
-                f"({where(role)}{f', sys.path begins with {sys.path[:3]}' if '.' not in missing else ''})"
+                f"({where(role)}{f', {_searched()}' if '.' not in missing else ''})"
             ) from exc
         fix = _extra_for(missing, name, distribution)
         raise PluginError(
@@ -90,12 +90,31 @@ def _import(
 
 
 def _near_modules(missing: str) -> str:
+    """Name modules like `missing`: those beside it in its package, else those of this folder, else installed ones."""
     parent, _, leaf = missing.rpartition(".")
-    search = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    if parent and search is None:
-        return ""
-    found = nearest(leaf, (info.name for info in pkgutil.iter_modules(search)))
-    return found if not parent else found.replace("'", f"'{parent}.", 1)
+    if parent:
+        search = getattr(sys.modules.get(parent), "__path__", None)
+        return "" if search is None else nearest(leaf, _modules(search)).replace("'", f"'{parent}.", 1)
+    here = _modules([_here()]) if _searches_here() else []
+    return nearest(leaf, here) or nearest(leaf, set(_modules(None)) - sys.stdlib_module_names, alike=_REALLY_NEAR)
+
+
+def _modules(search: Iterable[str] | None) -> list[str]:
+    return [info.name for info in pkgutil.iter_modules(search) if not info.name.startswith("_")]
+
+
+def _here() -> str:
+    return os.path.realpath(os.curdir)
+
+
+def _searches_here() -> bool:
+    return any(os.path.realpath(folder) == _here() for folder in sys.path)
+
+
+def _searched() -> str:
+    if _searches_here():
+        return f"searched: the current folder {_here()} and what is installed"
+    return f"searched: what is installed, and not the current folder {_here()}"
 
 
 def _colon_hint(module_name: str, path: str) -> str:
