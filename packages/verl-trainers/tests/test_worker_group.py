@@ -11,7 +11,7 @@ import torch
 from worker_cases import make_batch, make_model
 
 from verl_contracts.clock import Deadline, SystemClock
-from verl_contracts.errors import ActorFailed, ConfigError, DataError, WeightSyncError
+from verl_contracts.errors import ActorFailed, ConfigError, DataError, WaitTimeout, WeightSyncError
 from verl_contracts.events import NullEvents
 from verl_contracts.runtime import Bundle, DeviceGrant, PayloadRef, PlacementRequest, RuntimeSettings
 from verl_contracts.testing.inprocess import InProcessRuntime
@@ -183,6 +183,11 @@ async def test_payload_of_another_kind_is_named(group: PolicyWorkerGroup) -> Non
     batch = dataclasses.replace(batch, rows=(*batch.rows[:3], wrong, *batch.rows[4:]))
     with pytest.raises(DataError, match="sample 3 of group 0-0-0 must be a tuple of Trajectory, got list"):
         await group.update(batch, StepContext(step=1, total_steps=10), deadline=_soon())
+
+
+async def test_ranks_that_did_not_answer_in_time_are_named(group: PolicyWorkerGroup) -> None:
+    with pytest.raises(WaitTimeout, match=r"policy\.update, held by test/policy/0#1$"):
+        await group.update(_batch(), StepContext(step=1, total_steps=10), deadline=_soon(1e-9))
 
 
 async def test_save_goes_through_and_close_is_idempotent(group: PolicyWorkerGroup, tmp_path: Path) -> None:

@@ -69,8 +69,9 @@ class _Ranks:
             for actor in self.actors
         ]
 
-        def waiting() -> str:
-            return ", ".join(actor.name for actor, call in zip(self.actors, calls, strict=True) if not call.done())
+        def waiting() -> str:  # at the limit the calls have been cancelled: those are the ones that did not answer
+            pairs = zip(self.actors, calls, strict=True)
+            return ", ".join(actor.name for actor, call in pairs if not call.done() or call.cancelled())
 
         try:
             return await bounded(
