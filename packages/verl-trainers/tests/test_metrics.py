@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -271,3 +274,12 @@ def test_names_are_unique_and_say_what_they_are() -> None:
 
 def test_the_page_is_what_the_table_says() -> None:
     assert (PACKAGE / "METRICS.md").read_text(encoding="utf-8") == render(), "run: python tools/metrics.py --write"
+
+
+def test_the_readme_holds_when_it_is_read_from_a_wheel() -> None:
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"\]\((?!https://)[^)]*\)", text) == []
+    code = re.search(r'^python -c "([^"]+)"', text, flags=re.MULTILINE)
+    assert code is not None
+    done = subprocess.run([sys.executable, "-c", code[1]], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.rstrip("\n") == render().rstrip("\n")
