@@ -41,7 +41,7 @@ class SignalWatch:
         _log.warning(
             "step %d has nothing to learn from: within each group all samples scored alike (%s); look at some answers "
             "in samples.jsonl: prompts may be too hard or too easy, the reward function may not tell answers apart, or "
-            "actor_rollout_ref.rollout.n=%d be too few samples to differ",
+            "actor_rollout_ref.rollout.n=%d may be too few samples to differ",
             step,
             rewards,
             self._n,
