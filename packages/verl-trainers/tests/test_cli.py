@@ -246,3 +246,9 @@ def test_what_belongs_to_a_mistake_is_indented_below_it(capsys: pytest.CaptureFi
     assert first.startswith("error: override")
     assert more
     assert all(line.startswith("  - ") for line in more), more
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_folder_is_no_recipe(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(tmp_path)]) == 2
+    assert f"{tmp_path}: is a folder; give a YAML file in it" in capsys.readouterr().err

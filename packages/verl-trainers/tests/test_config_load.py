@@ -138,6 +138,12 @@ def test_interpolations_are_resolved_and_all_broken_ones_named(tmp_path: Path, m
         ("just text", "must hold sections"),
         ("data:\n  seed: 1\n  seed: 2\n", "duplicate"),
         ("run_dir: x\n", "--out"),
+        ("data:\n  seed: 1\n  null: 2\n", r"run\.yaml:3: null is no key"),
+        ("data:\n  {? : 2}\n", r"run\.yaml:2: nothing is no key"),
+        ("data: 1\ntrainer: &t {mode: *t}\n", r"run\.yaml:2: \*t is a part of the value that it stands for"),
+        ("data:\n" + "  x: &t\n    - *t\n", r"run\.yaml:3: \*t is a part"),
+        ("data:\n  x: " + "[" * 99 + "]" * 99, r"run\.yaml:2: is nested deeper than 64 levels"),
+        ("data:\n  x: " + "[" * 9999 + "]" * 9999, r"run\.yaml:2: is nested deeper than 64 levels"),
     ],
 )
 def test_a_file_is_refused_when_it_is_not_a_configuration(tmp_path: Path, text: str, words: str) -> None:
@@ -145,6 +151,32 @@ def test_a_file_is_refused_when_it_is_not_a_configuration(tmp_path: Path, text: 
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_config(file)
+
+
+def test_an_anchor_that_is_used_again_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {train_files: &f [a.jsonl], val_files: *f}\nruntime_options: {x: &x 1, y: *x}\n")
+    config = load_config(file)
+    assert config.data.val_files == ("a.jsonl",)
+    assert config.runtime_options == {"x": 1, "y": 1}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer=[]", "trainer: must be a section (key: value lines), got []"),
+        ("trainer.logger={a: 1}", "trainer.logger: must be a list, got {'a': 1}"),
+        ("trainer.logger.x=1", "trainer.logger.x names a key in a list, which has none; give the whole list"),
+        ("trainer.logger=[1", "not YAML: "),
+        ("trainer.logger=" + "[" * 500 + "]" * 500, "is nested too deeply"),
+    ],
+)
+def test_a_list_and_a_section_are_not_mixed(tmp_path: Path, override: str, words: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {mode: sync, logger: [jsonl]}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [override])
+    assert str(error.value).startswith(f"override {override!r}: {words}")
 
 
 @pytest.mark.parametrize("override", ["data.seed", "=3", "", "data.seed=[1"])

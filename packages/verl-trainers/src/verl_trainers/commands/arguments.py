@@ -61,6 +61,8 @@ def source_file(options: argparse.Namespace) -> Path:
     """Return the file of the recipe that was asked for. Raises `ConfigError` when there is none."""
     source = find_recipe(options.recipe)
     if source is None:
+        if Path(options.recipe).is_dir():
+            raise ConfigError(f"{options.recipe}: is a folder; give a YAML file in it")
         near = difflib.get_close_matches(options.recipe, recipe_names(), n=1)
         advice = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"no recipe or file {options.recipe!r}; {advice}recipes: {', '.join(recipe_names())}")

@@ -26,6 +26,9 @@ RUN_DIR = "run_dir"
 MISSING = "???"
 """OmegaConf's mark of a value that must be given."""
 _MAX_BROKEN = 100
+_MAX_DEPTH = 64
+"""Levels of sections and lists in a file; deeper ones exhaust the stack of whoever reads them."""
+_NULL = "tag:yaml.org,2002:null"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +72,12 @@ def read_sources(source: Path | None, overrides: Sequence[str] = (), *, run_dir:
         advice = "is set by the command; write --out DIR"
         raise config_error([Mistake(key=RUN_DIR, place=f"override {text!r}", text=advice) for text in ours])
     for text in overrides:
+        key, place = text.partition("=")[0].strip(), f"override {text!r}"
         try:
             given = OmegaConf.from_dotlist([text])
-            merged = _as_dict(OmegaConf.merge(merged, given))
-        except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError) as exc:
-            raise config_error([Mistake(key="", place=f"override {text!r}", text=_first_line(exc))]) from exc
-        key, place = text.partition("=")[0].strip(), f"override {text!r}"
+            merged = _put(merged, given, key)
+        except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, RecursionError) as exc:
+            raise config_error([Mistake(key="", place=place, text=_first_line(exc))]) from exc
         inner = _keys(OmegaConf.to_container(given, resolve=False), "")
         places.update({name: place for name in inner if name.startswith(f"{key}.")} | {key: place})
     OmegaConf.update(merged, RUN_DIR, run_dir)
@@ -87,6 +90,7 @@ def _read_file(path: Path, places: dict[str, str]) -> DictConfig:
     except (OSError, UnicodeDecodeError) as exc:
         raise config_error([Mistake(key="", place=str(path), text=f"cannot be read: {_first_line(exc)}")]) from exc
     try:
+        _check_nesting(text, path.name)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         _collect_places(root, "", path.name, places)
         loaded = OmegaConf.create(text) if root is not None else OmegaConf.create({})
@@ -100,9 +104,41 @@ def _read_file(path: Path, places: dict[str, str]) -> DictConfig:
     return loaded
 
 
+def _put(merged: DictConfig, given: DictConfig, key: str) -> DictConfig:
+    """Return `merged` with `given`, which sets `key`, on top. A list for a section is left to the schema to refuse."""
+    try:
+        return _as_dict(OmegaConf.merge(merged, given))
+    except TypeError:  # a list meets a section
+        try:
+            OmegaConf.update(merged, key, OmegaConf.select(given, key), merge=False)
+        except (TypeError, ValueError) as exc:
+            raise ValueError(f"{key} names a key in a list, which has none; give the whole list") from exc
+        return merged
+
+
+def _check_nesting(text: str, file: str) -> None:
+    """Refuse values that have no end, or one too far away, before anybody walks them. Raises `ConfigError`."""
+    around: list[str | None] = []
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        problem = ""
+        if isinstance(event, yaml.CollectionStartEvent):
+            around.append(event.anchor)
+            if len(around) > _MAX_DEPTH:
+                problem = f"is nested deeper than {_MAX_DEPTH} levels"
+        elif isinstance(event, yaml.CollectionEndEvent):
+            around.pop()
+        elif isinstance(event, yaml.AliasEvent) and event.anchor in around:
+            problem = f"*{event.anchor} is a part of the value that it stands for, so it has no end"
+        if problem:
+            raise config_error([Mistake(key="", place=f"{file}:{event.start_mark.line + 1}", text=problem)])
+
+
 def _collect_places(node: yaml.Node | None, prefix: str, file: str, places: dict[str, str]) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if key.tag == _NULL:
+                problem = f"{key.value or 'nothing'} is no key; write a name, or put it in quotes"
+                raise config_error([Mistake(key="", place=f"{file}:{key.start_mark.line + 1}", text=problem)])
             path = f"{prefix}{key.value}"
             places[path] = f"{file}:{key.start_mark.line + 1}"
             _collect_places(value, f"{path}.", file, places)
@@ -156,4 +192,8 @@ def _as_dict(config: object) -> DictConfig:
 
 
 def _first_line(exc: BaseException) -> str:
+    if isinstance(exc, RecursionError):
+        return "is nested too deeply"
+    if isinstance(exc, yaml.MarkedYAMLError) and exc.problem:
+        return f"not YAML: {exc.problem}"
     return str(exc).strip().partition("\n")[0]
