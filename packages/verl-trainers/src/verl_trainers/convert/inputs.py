@@ -28,6 +28,8 @@ _MODULES = re.compile(r"(?:^|[./])((?:async_)?main_ppo\w*|main_dapo|fully_async_
 _OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w./@-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)")
 _CONFIG = {"--config-name": "name", "-cn": "name", "--config-path": "folder", "-cp": "folder", "--config-dir": "folder"}
+_SAYING = frozenset({"echo", "printf", ":", "cat", "grep", "pgrep", "pkill", "kill", "ls", "tee", "test", "[", "[["})
+"""Commands that may name a trainer and start none."""
 _BASES = ("ppo_trainer", "ppo_megatron_trainer", "fully_async_ppo_trainer", "one_step_off_ppo_trainer", "dapo_trainer")
 """Upstream's own configurations, which others begin with."""
 
@@ -113,7 +115,16 @@ def _read_script(path: Path, arguments: list[str], collected: _Collected) -> tup
         raise ConfigError(f"{path}: not a shell script: {exc}") from exc
     collected.notes += notes
     words = [[(word, f"{path.name}:{line}") for word, line in command.words] for command in commands]
-    launches = [launch for launch in map(_find_launch, words) if launch is not None]
+    found = [
+        (command, launch)
+        for command, line in zip(commands, words, strict=True)
+        if (launch := _find_launch(line)) is not None
+    ]
+    called = [launch for command, launch in found if not command.uncalled]
+    launches = called or [launch for _, launch in found]
+    if launches and not called:
+        names = " and ".join(dict.fromkeys(command.uncalled for command, _ in found))
+        collected.notes.append(f"the launch is in the function {names}, which nothing calls: its arguments are unknown")
     if len(launches) > 1:
         lines = ", ".join(arguments[0][1] for _, arguments in launches if arguments)
         raise ConfigError(f"{path}: launches {len(launches)} trainers ({lines}): give the words of one of them instead")
@@ -125,8 +136,12 @@ def _read_script(path: Path, arguments: list[str], collected: _Collected) -> tup
 
 
 def _find_launch(words: Sequence[tuple[str, str]]) -> tuple[str, list[tuple[str, str]]] | None:
+    """Return what a command launches and the words after it; None for one that only names a trainer, as `echo` does."""
+    if not words or words[0][0] in _SAYING:
+        return None
     for index, (word, _) in enumerate(words):
-        if _MODULES.search(word) and "=" not in word:
+        is_run = index == 0 or word.endswith(".py") or re.fullmatch(r"-\w*m", words[index - 1][0])
+        if is_run and _MODULES.search(word) and "=" not in word:
             return word, list(words[index + 1 :])
     return None
 
@@ -145,17 +160,12 @@ def _read_overrides(words: Sequence[tuple[str, str]], collected: _Collected, *, 
             waiting = "" if equals else name
         elif _OVERRIDE.fullmatch(word) and (equals or word.startswith("~")):
             overrides.append((word, place))
-        elif OPAQUE in word or not _is_shell(word):
+        else:
             collected.notes.append(f"{place}: {word.replace(OPAQUE, '')} is no key=value, and was not read")
     if "name" in flags:
         _read_base(flags["name"], folder / flags.get("folder", ""), collected)
     for word, place in overrides:
         collected.entries += _override(word, place)
-
-
-def _is_shell(word: str) -> bool:
-    """Whether `word` is of the shell and not of the launched program: a redirection and where it goes."""
-    return re.match(r"\d*[<>]|[\w./-]+$", word) is not None and "=" not in word
 
 
 def _override(word: str, place: str) -> Iterator[Entry]:
