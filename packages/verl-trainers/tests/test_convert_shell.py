@@ -54,6 +54,8 @@ def values(source: Source) -> dict[str, object]:
         ('LAUNCH a.b=$"x"', {"a.b": "x"}),
         ("((n = 1 << 2)); LAUNCH a.b=1", {"a.b": 1}),
         ("d=$(echo \"a)\" ')' \"$(date \"+%s\")\"); LAUNCH a.b=1", {"a.b": 1}),
+        ("d=$(cat <<<\"x\"); LAUNCH a.b=1", {"a.b": 1}),
+        ("d=$(cat <<'EOF'\nit's :)\nEOF\n) ; e=$(a # don't\n); n=$((1 << 2)); LAUNCH a.b=1", {"a.b": 1}),
         ("echo starting verl.trainer.main_ppo\nLAUNCH a.b=1", {"a.b": 1}),
         (f"echo {LAUNCH} a.b=1\npkill -f verl.trainer.main_ppo\nLAUNCH a.b=2", {"a.b": 2}),
     ],
@@ -124,6 +126,7 @@ def test_note_when_a_word_is_no_override(tmp_path: Path) -> None:
         ("\nx=(1\nLAUNCH a.b=1", "line 2: the array is never closed"),
         ("\nrun() {\nLAUNCH a.b=1", "line 2: the function run is never closed"),
         ("\ncat <<EOF\nLAUNCH a.b=1\n", "line 2: the here-document is never closed by EOF"),
+        ("\nx=$(cat\ncat <<EOF\n)\nLAUNCH a.b=1", "line 3: the here-document is never closed by EOF"),
         ("cat <<EOF", "line 1: the here-document is never closed by EOF"),
         ("run() { LAUNCH a.b=1; }\nrun\nrun", "launches 2 trainers"),
     ],
@@ -153,7 +156,8 @@ def test_time_when_a_script_is_two_megabytes(script: str) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["a=b ", "x", "'a' ", '"a b" ', "\\a", "$(a) ", "echo $(date)\n", "`a` ", ";", ";; ", "(", "((", "((a", "# a\n",
+    ["a=b ", "x", "'a' ", '"a b" ', "\\a", "$(a) ", "$(#", "$(a <<b\nb\n) ", "$((1 << a)) ",
+     "echo $(date)\n", "`a` ", ";", ";; ", "(", "((", "((a", "# a\n",
      "a() { b; }\n", "f() { ", "{ ", "case a in ", "for a in b; do ", "a+=b ", "a+=(b)\n", "<<<a ", ">a ", "2>&1 ",
      "\\\n", "\n", " ", "&", "${a:-b} ", "${a:-\"b\"} ", "$((1 + 1)) ", "$'a' ", "a|", "${", "$(", "'", '"', "$'", "`",
      "<<", "<<a\n", "a() { a; }; a; ", "shift\n", "case a in b) c;; esac\n", "a[", "1", "$", "export a=b\n"],

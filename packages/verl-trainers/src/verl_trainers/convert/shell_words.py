@@ -21,7 +21,7 @@ _PLAIN = re.compile(r"""[^ \t\n;&|()<>\\'"$`]+""")
 _PLAIN_QUOTED = re.compile(r'[^\\"$`]+')
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(\[(?:[@*]|[0-9]{1,9})\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
-_BRACKETS = re.compile(r"\\.|\$?[({]|[)}'\"]", re.DOTALL)
+_BRACKETS = re.compile(r"""\\.|\$?[({]|[)}'"]|(?<=[\s;])\#|(?<!<)<<-?[ \t]*\\?['"]?(\w+)['"]?""", re.DOTALL)
 _ANSI = re.compile(r"'((?:[^'\\]++|\\.)*+)'", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|U([0-9a-fA-F]{1,8})|([0-7]{1,3})|(.))", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
@@ -283,7 +283,9 @@ class WordReader:
         while match := _BRACKETS.search(self._text, at):
             token, at = match.group(), match.end()
             top = open_[-1] if open_ else ""
-            if token in ')}"' and token == {"(": ")", "{": "}"}.get(top, top):
+            if token[0] in "#<":
+                at = self._passed(match) if top == "(" and open_[:2] != ["(", "("] else match.start() + 1
+            elif token in ')}"' and token == {"(": ")", "{": "}"}.get(top, top):
                 open_.pop()
             elif token == "'" and top == "(":
                 at = self._text.find("'", at) + 1 or len(self._text)
@@ -294,6 +296,18 @@ class WordReader:
             if len(open_) > _MAX_NESTING:
                 raise ValueError(f"line {self._line}: brackets are nested more than {_MAX_NESTING} deep")
         raise ValueError(f"line {self._line}: {self._text[self._at]!r} is never closed")
+
+    def _passed(self, match: re.Match[str]) -> int:
+        """Return where a comment or a here-document inside a command ends."""
+        start = match.start()
+        if match.group(1) is not None:
+            document = re.compile(rf"^[ \t]*{match.group(1)}[ \t]*$", re.MULTILINE).search(self._text, start)
+            if document is None:
+                line = self._line + self._text.count("\n", self._at, start)
+                raise ValueError(f"line {line}: the here-document is never closed by {match.group(1)}")
+            return document.end()
+        end = self._text.find("\n", start)
+        return end if end >= 0 else len(self._text)
 
     def _length_to(self, char: str) -> int:
         end = self._text.find(char, self._at)
