@@ -101,9 +101,7 @@ def check_plugin(family: Family[P], cls: type, *, key: str, role: str | None = N
         )
 
 
-def _only(
-    entries: Sequence[EntryPoint], family: Family[P], *, key: str
-) -> EntryPoint:
+def _only(entries: Sequence[EntryPoint], family: Family[P], *, key: str) -> EntryPoint:
     if len(entries) > 1:
         owners = "; ".join(f"{entry.dist.metadata['Name'] if entry.dist else '?'} ({entry.value})" for entry in entries)
         raise PluginError(
