@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from verl_contracts.errors import ConfigError
 from verl_contracts.plugins import build_plugin, load_plugin
@@ -43,7 +43,7 @@ def main() -> int:
     adopt_orphans()
     inner = os.fork()
     if inner:
-        return _guard(inner, parent)
+        _guard(inner, parent)
     end_with_parent()
     source, sink = _take_pipes()
     frames = _frames(source)
@@ -116,7 +116,7 @@ def _frames(source: int) -> Iterator[object]:
         yield from reader.feed(data)
 
 
-def _guard(inner: int, parent: int) -> int:
+def _guard(inner: int, parent: int) -> NoReturn:
     """Stay until `inner` ends, end what it left behind, and end as it did."""
     own, mark = os.getpid(), os.environ[MARK]
     null = os.open(os.devnull, os.O_RDWR)
@@ -133,7 +133,7 @@ def _guard(inner: int, parent: int) -> int:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(own, -code)
-    return code
+    os._exit(code)  # at once: the parent waits a moment for it
 
 
 def _end_with_parent(parent: int, mark: str) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["ChildProcess", "describe_exit", "start_child"]
 
 _REAP_LIMIT_S = 10.0
-_EXIT_LIMIT_S = 0.2
+_EXIT_LIMIT_S = 2.0
 
 
 def start_child(*, mark: str, stderr: int | None = None) -> subprocess.Popen[bytes]:
