@@ -18,6 +18,7 @@ from verl_contracts.samples import FAILED, SCORED, GroupRequest, GroupResult, Pr
 from verl_contracts.tracking import Metric
 from verl_contracts.training import StepContext, StepResult, TrainBatch
 from verl_contracts.weights import CheckpointSettings, ReplicaSync, SyncReport, WeightSenderHost
+from verl_contracts.wrappers import NoOptions
 
 BAD = FailureRecord(
     role="agent", rank=0, node="here", cause="ValueError: x (/loop.py:7 in run)", lines=('File "/loop.py"', "raise x")
@@ -45,11 +46,6 @@ class World:
     sync_fails: Callable[[int], bool] = field(default=lambda version: False)
     trained: list[tuple[int, str, int]] = field(default_factory=list)
     """(step, uid, oldest version) of each group trained."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoOptions:
-    """No options."""
 
 
 class FakeData:
