@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -57,6 +58,19 @@ class Driver:
                 continue
         return found
 
+    def descendants(self) -> dict[int, str]:
+        """Return the processes below the driver and their command lines, whatever their environment says."""
+        parents, found = {}, {}
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                status = (folder / "status").read_text(encoding="utf-8")
+                parents[int(folder.name)] = int(status.split("PPid:")[1].split()[0])
+                found[int(folder.name)] = (folder / "cmdline").read_text(encoding="utf-8").strip("\0")
+        below = {self.process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in below} - below:
+            below |= more
+        return {pid: found[pid] for pid in below if pid in found}
+
     def wait_until_gone(self, limit_s: float) -> None:
         began = time.monotonic()
         while left := self.alive():
@@ -97,6 +111,19 @@ def test_driver_that_ends_leaves_no_process(mode: str, number: signal.Signals | 
     finally:
         driver.close()
     assert not list(Path("/tmp").glob(f"verl-{driver.up['run_id']}-*")), "the folder of its logs"
+
+
+def test_title_of_a_process_of_the_driver_leaves_its_mark_in_place() -> None:
+    driver = Driver("wait")
+    try:
+        limit = time.monotonic() + 20.0
+        while len(titled := [pid for pid, line in driver.descendants().items() if line.startswith("ray::")]) < 4:
+            assert time.monotonic() < limit, "two agents of Ray and two actors set their titles"
+            time.sleep(0.05)
+        for pid in titled:
+            assert f"{MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes(), pid
+    finally:
+        driver.close()
 
 
 def test_actors_end_themselves_when_their_driver_is_silent() -> None:

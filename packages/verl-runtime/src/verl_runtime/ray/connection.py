@@ -102,8 +102,10 @@ def _start(*, num_cpus: int | None, object_store_mb: int) -> None:
 
     cluster = f"verl-cluster-{os.getpid()}-{secrets.token_hex(4)}"
     guardian = Guardian(namespace=cluster, folder=None)
-    outer = os.environ.get(MARK)
-    os.environ[MARK] = f"{cluster}/ray"
+    # Without the second, a process of Ray that sets its title writes over its environment, and so over the mark.
+    ours = {MARK: f"{cluster}/ray", "SPT_NOENV": "1"}
+    outer = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
     try:
         ray.init(
             address="local",
@@ -117,7 +119,9 @@ def _start(*, num_cpus: int | None, object_store_mb: int) -> None:
         guardian.close()
         raise
     finally:
-        del os.environ[MARK]
-        if outer is not None:
-            os.environ[MARK] = outer
+        for name, value in outer.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
     Connection._guardian = guardian
