@@ -87,7 +87,7 @@ class Bench:
             max_num_seqs=self.width,
             max_model_len=PROMPT + self.tokens,
         )
-        engine = TorchEngine.create(settings, replica_id="engine", clock=CLOCK)
+        engine = TorchEngine.create(settings, replica_id="engine", rank=0, clock=CLOCK)
         try:
             await engine.pause("abort", deadline=soon())
             await load(engine, model, 1)

@@ -52,6 +52,7 @@ from verl_contracts.weights import (
     WireFormat,
 )
 from verl_rollout.engine.base import Engine
+from verl_rollout.engine.receiving import InProcessReceiverHost
 from verl_rollout.manager import ReplicaManager
 from verl_rollout.replica.actor import ReplicaActor
 
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 
     from verl_contracts.clock import Clock
     from verl_contracts.rollout import Replica
-    from verl_contracts.weights import TensorMeta, WeightSource, WeightTarget
+    from verl_contracts.weights import TensorMeta, WeightReceiverHost, WeightSource, WeightTarget
 
 STOP = 7
 
@@ -111,12 +112,15 @@ def logprob(index: int) -> float:
 class ScriptedEngine:
     """An engine whose answers count: 100, 101, …, `STOP`, whatever the prompt."""
 
-    def __init__(self, script: Script, *, replica_id: str, clock: Clock, max_model_len: int) -> None:
+    def __init__(self, script: Script, settings: RolloutSettings, *, replica_id: str, clock: Clock) -> None:
         self.script = script
         self.requests: list[GenerationRequest] = []
         self._id = replica_id
         self._clock = clock
-        self._max_model_len = max_model_len
+        self._max_model_len = settings.max_model_len
+        self._receivers = InProcessReceiverHost(
+            self, backend=settings.weight_backend, owner=replica_id, clock=clock, threads=False
+        )
         self._runs: dict[str, _Run] = {}
         self._waiting = 0
         self._frozen = 0
@@ -130,13 +134,13 @@ class ScriptedEngine:
         self._death: Exception | None = None
 
     @classmethod
-    def create(cls, settings: RolloutSettings, /, *, replica_id: str, clock: Clock) -> Self:
+    def create(cls, settings: RolloutSettings, /, *, replica_id: str, rank: int, clock: Clock) -> Self:
         scripts = json.loads(settings.model_path or "{}")
         fields = scripts.get(replica_id, scripts.get("*", {}))
         script = Script(**{**fields, "abort_after": tuple(fields.get("abort_after", ()))})
         if script.fails_to_start:
             raise RuntimeError(f"scripted: {replica_id} does not start")
-        return cls(script, replica_id=replica_id, clock=clock, max_model_len=settings.max_model_len)
+        return cls(script, settings, replica_id=replica_id, clock=clock)
 
     async def generate(self, request: GenerationRequest, /, *, deadline: Deadline) -> Completion | AbortedCompletion:
         self.requests.append(request)
@@ -263,6 +267,10 @@ class ScriptedEngine:
             return INVALID
         return SERVING if self._open.is_set() else PAUSED
 
+    @property
+    def receiver_host(self) -> WeightReceiverHost:
+        return self._receivers
+
     def target(self) -> WeightTarget:
         return ScriptedTarget(fails=self.script.fails_to_load)
 
@@ -289,6 +297,7 @@ class ScriptedEngine:
         self._asleep = False
 
     async def close(self) -> None:
+        self._receivers.shut_down()
         self._open.clear()
 
 

@@ -186,7 +186,7 @@ async def _serving(settings: RolloutSettings, model: PreTrainedModel) -> AsyncIt
     from verl_rollout.engine.torch.engine import TorchEngine
 
     clock = SystemClock()
-    engine = TorchEngine.create(settings, replica_id="bench", clock=clock)
+    engine = TorchEngine.create(settings, replica_id="bench", rank=0, clock=clock)
     try:
         await engine.pause("abort", deadline=Deadline.after(clock, LIMIT_S))
         engine.begin_update()

@@ -123,7 +123,7 @@ async def sync(engine: TorchEngine, model: PreTrainedModel, version: int, *, kee
 @asynccontextmanager
 async def opened(settings: RolloutSettings, model: PreTrainedModel | None) -> AsyncIterator[TorchEngine]:
     """Yield an engine that serves `model` as version 1, or that has never had weights."""
-    engine = TorchEngine.create(settings, replica_id="replica-0", clock=CLOCK)
+    engine = TorchEngine.create(settings, replica_id="replica-0", rank=0, clock=CLOCK)
     try:
         if model is not None:
             await engine.pause("abort", deadline=soon())

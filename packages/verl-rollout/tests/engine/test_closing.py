@@ -25,7 +25,7 @@ from engine_models import CLOCK, build, config_of, settings_of, soon, request_of
 from verl_rollout.engine.torch.engine import TorchEngine
 
 async def main():
-    engine = TorchEngine.create(settings_of(Path(sys.argv[1]), max_model_len=2010), replica_id="r", clock=CLOCK)
+    engine = TorchEngine.create(settings_of(Path(sys.argv[1]), max_model_len=2010), replica_id="r", rank=0, clock=CLOCK)
     await engine.pause("abort", deadline=soon())
     await sync(engine, build(config_of("qwen2")), 1)
     await engine.resume()

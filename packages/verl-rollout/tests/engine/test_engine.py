@@ -363,7 +363,7 @@ async def test_a_tied_head_is_skipped_when_it_arrives_as_well(qwen: Tiny) -> Non
 def test_create_names_the_key_when_there_is_no_model(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="model_path"):
-        TorchEngine.create(settings_of(tmp_path), replica_id="x", clock=CLOCK)
+        TorchEngine.create(settings_of(tmp_path), replica_id="x", rank=0, clock=CLOCK)
 
 
 @pytest.mark.parametrize(
@@ -381,12 +381,12 @@ def test_create_refuses_attention_that_it_would_compute_wrongly(
 ) -> None:
     AutoConfig.for_model(kind, **SMALL, **values).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        TorchEngine.create(settings_of(tmp_path), replica_id="x", clock=CLOCK)
+        TorchEngine.create(settings_of(tmp_path), replica_id="x", rank=0, clock=CLOCK)
 
 
 def test_create_draws_no_random_numbers(qwen: Tiny) -> None:
 
     state = torch.random.get_rng_state()
-    engine = TorchEngine.create(settings_of(qwen.path), replica_id="x", clock=CLOCK)
+    engine = TorchEngine.create(settings_of(qwen.path), replica_id="x", rank=0, clock=CLOCK)
     asyncio.run(engine.close())
     assert torch.equal(state, torch.random.get_rng_state())

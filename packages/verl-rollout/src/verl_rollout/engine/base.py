@@ -1,7 +1,8 @@
 """The face of one inference engine inside its process. Replicas host an engine; nobody else talks to it.
 
-It is asyncio outside and computes on a thread of its own, so that the loop that answers `status` is never blocked. The
-Protocol exists so that a replica knows no engine: the embedded one and vLLM are chosen by name.
+It is asyncio outside and computes elsewhere, on a thread or in processes of its own, so that the loop that answers
+`status` is never blocked. The Protocol exists so that a replica knows no engine, nor where an engine's weights lie: the
+embedded one and vLLM are chosen by name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from verl_contracts.clock import Clock, Deadline
     from verl_contracts.rollout import PauseMode, ReplicaStatus, RolloutSettings
     from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
-    from verl_contracts.weights import Manifest, WeightTarget
+    from verl_contracts.weights import WeightReceiverHost
 
 __all__ = ["Engine"]
 
@@ -22,17 +23,16 @@ __all__ = ["Engine"]
 class Engine(Protocol):
     """One model and its KV cache.
 
-    `create` → (`pause` → `begin_update` → `target().load` → `commit` → `resume`) before the first `generate`, and again
-    at each weight sync → `close`.
+    `create` → (`pause` → a sync through `receiver_host` → `resume`) before the first `generate`, and again at each
+    weight sync → `close`.
 
-    Concurrency: coroutines of one engine belong to one event loop and may run at once. `status` and `begin_update` may
-    be called from any thread; so may the target, while the engine is paused. An engine whose thread crashed is dead: it
-    fails everything that runs, and every later call but `status` and `close`, with the first error.
+    Concurrency: coroutines of one engine belong to one event loop and may run at once. An engine that crashed is dead:
+    it fails everything that runs, and every later call but `status` and `close`, with the first error.
     """
 
     @classmethod
-    def create(cls, settings: RolloutSettings, /, *, replica_id: str, clock: Clock) -> Self:
-        """Build the model, without weights, and the cache. Blocking; raises `ConfigError`."""
+    def create(cls, settings: RolloutSettings, /, *, replica_id: str, rank: int, clock: Clock) -> Self:
+        """Build the model, without weights, and the cache. Blocking; raises `ConfigError`. `rank` counts replicas."""
         ...
 
     async def generate(self, request: GenerationRequest, /, *, deadline: Deadline) -> Completion | AbortedCompletion:
@@ -59,22 +59,12 @@ class Engine(Protocol):
         """Return the present status, at once."""
         ...
 
-    def target(self) -> WeightTarget:
-        """Return what a receiver fills: it writes into the live model. Only between `begin_update` and `commit`."""
-        ...
+    @property
+    def receiver_host(self) -> WeightReceiverHost:
+        """The receivers of all its ranks, wherever these are. `transfer` wants it paused and awake, else `StateError`.
 
-    def check_manifest(self, manifest: Manifest, /) -> None:
-        """Raise `WeightSyncError` unless these tensors fill the model: before a sync touches anything. Any time."""
-        ...
-
-    def begin_update(self) -> None:
-        """Declare the weights invalid, until `commit`. Raises `StateError` unless paused and awake."""
-        ...
-
-    async def commit(self, version: int, /, *, keep_cache: bool) -> None:
-        """Declare the loaded weights to be `version`. Frozen sequences go on over their old cache if `keep_cache`.
-
-        Otherwise their cache is computed again. Raises `StateError` unless an update was begun and fully loaded.
+        From the start of a transfer until its commit the weights are invalid. A commit with `keep_cache` lets frozen
+        sequences go on over their old cache; otherwise that is computed again.
         """
         ...
 
@@ -87,5 +77,5 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop the thread; requests in flight fail. Idempotent."""
+        """Stop everything that it started; requests in flight fail. Idempotent."""
         ...

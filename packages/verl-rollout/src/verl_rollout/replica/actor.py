@@ -1,11 +1,7 @@
-"""The process of one replica: an engine, and the receiver that fills it.
+"""The process of one replica: an engine, called by method name, and the report of its death.
 
-Owns the order of a weight update on the engine's side; refuses to know transports and schedules. The failure that it
-prevents is a replica that serves weights of which nobody knows whether they arrived: from the first byte of a
-transfer until its commit the engine is invalid, whatever goes wrong in between.
-
-`receiver_*` methods that block are plain, so that the runtime runs them on the compute thread; `receiver_abort`,
-`status` and generation stay on the event loop and answer meanwhile.
+Refuses to know engines, transports and schedules. The failure that it prevents is a dead engine that looks like one bad
+request after another: its first error is reported once, as the failure of this actor, and named by every later call.
 """
 
 from __future__ import annotations
@@ -13,11 +9,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from verl_contracts.errors import ActorFailed, StateError
+from verl_contracts.errors import ActorFailed
 from verl_contracts.failures import FailureRecord
-from verl_contracts.plugins import build_plugin, families, load_plugin
+from verl_contracts.plugins import load_plugin
 from verl_contracts.rollout import DEAD
 from verl_contracts.tokens import Completion
+from verl_rollout.engine.receiving import receiver_class
 from verl_rollout.engine_family import ENGINE, ENGINE_KEY
 
 if TYPE_CHECKING:
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
     from verl_contracts.rollout import PauseMode, ReplicaStatus, RolloutSettings
     from verl_contracts.runtime import ActorContext
     from verl_contracts.tokens import AbortedCompletion, GenerationRequest
-    from verl_contracts.weights import EndpointInfo, Manifest, Plan, TransferReport, WeightReceiver
+    from verl_contracts.weights import EndpointInfo, Manifest, Plan, TransferReport
 
 __all__ = ["ReplicaActor"]
 
@@ -40,15 +37,9 @@ class ReplicaActor:
     def __init__(self, *, context: ActorContext, settings: RolloutSettings, replica_id: str) -> None:
         self._context = context
         self._replica_id = replica_id
-        backend = load_plugin(
-            families.WEIGHT_BACKEND, settings.weight_backend, key=families.WEIGHT_BACKEND.key, role=replica_id
-        )
-        self._receiver_class = backend.receiver_class
-        self._receiver: WeightReceiver | None = None
-        """Made for the first sync and kept for all: what it has mapped serves the next one too."""
-        self._receiver_prepared = False
+        receiver_class(settings.weight_backend, role=replica_id)  # one that cannot be loaded is refused here
         engine_class = load_plugin(ENGINE, settings.engine, key=ENGINE_KEY, role=replica_id)
-        self._engine = engine_class.create(settings, replica_id=replica_id, clock=context.clock)
+        self._engine = engine_class.create(settings, replica_id=replica_id, rank=context.rank, clock=context.clock)
         self._death: FailureRecord | None = None
 
     async def generate(self, request: GenerationRequest, deadline: Deadline) -> Completion | AbortedCompletion:
@@ -87,48 +78,28 @@ class ReplicaActor:
         """Take the device memory again."""
         await self._engine.wake()
 
-    def receiver_prepare(self, manifest: Manifest, session: str) -> EndpointInfo:
-        """Create what the sender needs in order to connect. A session left over from another sync is closed."""
-        self.receiver_close()
-        self._engine.check_manifest(manifest)
-        if self._receiver is None:
-            self._receiver = build_plugin(
-                self._receiver_class,
-                {},
-                key=families.WEIGHT_BACKEND.key,
-                arguments={"owner": self._replica_id, "clock": self._context.clock},
-            )
-        self._receiver_prepared = True
-        return self._receiver.prepare(session=session, rank=0)
+    async def receiver_prepare(self, manifest: Manifest, session: str, deadline: Deadline) -> tuple[EndpointInfo, ...]:
+        """Create what the sender needs in order to connect, on every rank of the engine."""
+        return tuple(await self._engine.receiver_host.prepare(manifest, session=session, deadline=deadline))
 
-    def receiver_transfer(self, plan: Plan, deadline: Deadline) -> TransferReport:
+    async def receiver_transfer(self, plan: Plan, deadline: Deadline) -> tuple[TransferReport, ...]:
         """Load the whole stream into the engine, which is invalid from here until `receiver_commit`."""
-        if self._receiver is None or not self._receiver_prepared:
-            raise StateError(f"{self._replica_id}: a transfer of {plan.session} was asked for, and nothing is prepared")
-        self._engine.begin_update()
-        return self._receiver.receive(plan, self._engine.target(), deadline=deadline)
+        return tuple(await self._engine.receiver_host.transfer(plan, deadline=deadline))
 
-    async def receiver_commit(self, version: int, keep_cache: bool) -> None:
+    async def receiver_commit(self, version: int, keep_cache: bool, deadline: Deadline) -> None:
         """Make what was loaded the engine's `version`."""
-        await self._engine.commit(version, keep_cache=keep_cache)
+        await self._engine.receiver_host.commit(version, keep_cache=keep_cache, deadline=deadline)
 
-    async def receiver_abort(self, reason: str) -> None:
+    async def receiver_abort(self, reason: str, deadline: Deadline) -> None:
         """Make a transfer that is under way raise."""
-        if self._receiver is not None and self._receiver_prepared:
-            self._receiver.abort(reason)
+        await self._engine.receiver_host.abort(reason, deadline=deadline)
 
-    def receiver_close(self) -> None:
+    async def receiver_close(self, deadline: Deadline) -> None:
         """Remove what `receiver_prepare` created."""
-        if self._receiver is not None and self._receiver_prepared:
-            self._receiver_prepared = False
-            self._receiver.close()
+        await self._engine.receiver_host.close(deadline=deadline)
 
     async def close(self) -> None:
-        """Stop the engine and drop the receiver."""
-        if self._receiver is not None:
-            self._receiver.abort("the replica closes")
-            self.receiver_close()
-            self._receiver = None
+        """Stop the engine."""
         await self._engine.close()
 
     def _died(self, exc: Exception) -> FailureRecord:

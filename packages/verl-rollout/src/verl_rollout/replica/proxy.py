@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from verl_contracts.rollout import ReplicaStatus
 from verl_contracts.tokens import AbortedCompletion, Completion
 from verl_contracts.weights import EndpointInfo, TransferReport
-from verl_rollout.addresses import ReplicaAddress, answer
+from verl_rollout.addresses import ReplicaAddress, answer, answers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,22 +22,22 @@ __all__ = ["ReceiverHostProxy", "ReplicaProxy"]
 
 
 class ReceiverHostProxy:
-    """The weight receiver of one replica, in its `ReplicaActor`."""
+    """The weight receivers of one replica, behind its `ReplicaActor`."""
 
     def __init__(self, *, caller: Caller, actor: ActorRef) -> None:
         self._caller = caller
         self._actor = actor
 
     async def prepare(self, manifest: Manifest, /, *, session: str, deadline: Deadline) -> Sequence[EndpointInfo]:
-        """Prepare the one rank."""
+        """Prepare each rank."""
         arguments = {"manifest": manifest, "session": session}
-        endpoint = await self._caller.call(self._actor, "receiver_prepare", arguments, deadline=deadline)
-        return (answer(endpoint, EndpointInfo, method="ReplicaActor.receiver_prepare"),)
+        endpoints = await self._caller.call(self._actor, "receiver_prepare", arguments, deadline=deadline)
+        return answers(endpoints, EndpointInfo, method="ReplicaActor.receiver_prepare")
 
     async def transfer(self, plan: Plan, /, *, deadline: Deadline) -> Sequence[TransferReport]:
         """Load everything."""
-        report = await self._caller.call(self._actor, "receiver_transfer", {"plan": plan}, deadline=deadline)
-        return (answer(report, TransferReport, method="ReplicaActor.receiver_transfer"),)
+        reports = await self._caller.call(self._actor, "receiver_transfer", {"plan": plan}, deadline=deadline)
+        return answers(reports, TransferReport, method="ReplicaActor.receiver_transfer")
 
     async def commit(self, version: int, /, *, keep_cache: bool, deadline: Deadline) -> None:
         """Make the loaded weights the replica's `version`."""

@@ -23,6 +23,7 @@ from verl_contracts.clock import Deadline
 from verl_contracts.errors import DataError, StateError, VerlError, WaitTimeout
 from verl_contracts.rollout import ASLEEP, DEAD, INVALID, PAUSED, SERVING, ReplicaState, ReplicaStatus
 from verl_contracts.waits import bounded
+from verl_rollout.engine.receiving import InProcessReceiverHost
 from verl_rollout.engine.torch.answers import Answers
 from verl_rollout.engine.torch.decoder import Decoder, Job, Result
 from verl_rollout.engine.torch.model import Shape, allocate, build_model, release
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from verl_contracts.clock import Clock
     from verl_contracts.rollout import PauseMode, RolloutSettings
     from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
-    from verl_contracts.weights import Manifest, WeightTarget
+    from verl_contracts.weights import Manifest, WeightReceiverHost, WeightTarget
     from verl_rollout.engine.base import Engine
 
 __all__ = ["TorchEngine"]
@@ -64,6 +65,7 @@ class TorchEngine:
         self._replica_id = replica_id
         self._clock = clock
         self._decoder = Decoder(model, shape, settings, replica_id=replica_id)
+        self._receivers = InProcessReceiverHost(self, backend=settings.weight_backend, owner=replica_id, clock=clock)
         # Loop side.
         self._answers = Answers()
         self._request_ids: set[str] = set()
@@ -87,7 +89,7 @@ class TorchEngine:
         atexit.register(self._halt)
 
     @classmethod
-    def create(cls, settings: RolloutSettings, /, *, replica_id: str, clock: Clock) -> Self:
+    def create(cls, settings: RolloutSettings, /, *, replica_id: str, rank: int, clock: Clock) -> Self:
         """Build the model with empty parameters and the cache, and start the thread."""
         model, shape = build_model(settings)
         return cls(model, shape, settings, replica_id=replica_id, clock=clock)
@@ -148,6 +150,11 @@ class TorchEngine:
             busy_s=self._busy_s,
         )
 
+    @property
+    def receiver_host(self) -> WeightReceiverHost:
+        """The receiver of its one rank."""
+        return self._receivers
+
     def target(self) -> WeightTarget:
         """Return the loader of the live model."""
         return ModelTarget(self._model, guard=self._require_update, loaded=self._set_loaded)
@@ -180,6 +187,7 @@ class TorchEngine:
 
     async def close(self) -> None:
         """Stop the thread and wait for its end; requests in flight fail with `StateError`."""
+        await asyncio.to_thread(self._receivers.shut_down)
         await asyncio.to_thread(self._halt)
         atexit.unregister(self._halt)
         self._answers.fail_all(StateError(f"replica {self._replica_id} was closed"))
