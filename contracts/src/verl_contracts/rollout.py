@@ -209,6 +209,8 @@ class RolloutSettings:
     """Hugging Face folder; the engine takes shapes from it and, unless `load_weights`, no values."""
     engine: str = "torch"
     """Inference engine: `torch` is the embedded one."""
+    engine_options: Mapping[str, object] = field(default_factory=dict)
+    """Keyword arguments for the engine's `Config`."""
     num_replicas: int = 1
     """Replicas to create when no grant is given; with a grant, one per `devices_per_replica` bundles."""
     devices_per_replica: int = 1

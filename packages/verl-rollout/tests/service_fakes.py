@@ -51,7 +51,7 @@ from verl_contracts.weights import (
     WeightSender,
     WireFormat,
 )
-from verl_rollout.engine.base import Engine
+from verl_rollout.engine.base import Engine, NoOptions
 from verl_rollout.engine.receiving import InProcessReceiverHost
 from verl_rollout.manager import ReplicaManager
 from verl_rollout.replica.actor import ReplicaActor
@@ -111,6 +111,8 @@ def logprob(index: int) -> float:
 
 class ScriptedEngine:
     """An engine whose answers count: 100, 101, …, `STOP`, whatever the prompt."""
+
+    Config: ClassVar[type] = NoOptions
 
     def __init__(self, script: Script, settings: RolloutSettings, *, replica_id: str, clock: Clock) -> None:
         self.script = script

@@ -7,9 +7,10 @@ knows that it does. What `create` or `add` started is stopped again when it fail
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import ActorFailed, StateError, WaitTimeout
@@ -17,7 +18,7 @@ from verl_contracts.plugins import available, build_config, load_plugin
 from verl_contracts.rollout import DEAD, SERVING, LLMClient
 from verl_contracts.runtime import ActorContext, ActorSpec, Bundle, ObjectSpec
 from verl_rollout.addresses import ReplicaAddress
-from verl_rollout.engine_family import ENGINE, ENGINE_KEY
+from verl_rollout.engine_family import ENGINE, ENGINE_KEY, ENGINE_OPTIONS_KEY
 from verl_rollout.objects import build_object
 from verl_rollout.placing import Places
 from verl_rollout.remote_balancer import RemoteBalancer
@@ -105,9 +106,16 @@ class ReplicaManager:
 
     @classmethod
     def check(cls, settings: RolloutSettings, /) -> None:
-        """Refuse an engine that is not there. An installed one is imported by the replicas only."""
-        if settings.engine not in available(ENGINE):
-            load_plugin(ENGINE, settings.engine, key=ENGINE_KEY)
+        """Refuse an engine that is not there, or that does not take its options or says itself that it cannot serve.
+
+        The embedded one without options is imported by the replicas only, since it brings torch.
+        """
+        if settings.engine == ENGINE.default and not settings.engine_options and settings.engine in available(ENGINE):
+            return
+        engine = load_plugin(ENGINE, settings.engine, key=ENGINE_KEY)
+        build_config(engine.Config, settings.engine_options, key=ENGINE_OPTIONS_KEY)
+        if isinstance(inspect.getattr_static(engine, "check", None), classmethod):
+            cast("type[ChecksSettings]", engine).check(settings)
 
     @classmethod
     async def create(

@@ -7,7 +7,8 @@ embedded one and vLLM are chosen by name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
     from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
     from verl_contracts.weights import WeightReceiverHost
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "NoOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoOptions:
+    """`Config` of an engine that has no options of its own."""
 
 
 class Engine(Protocol):
@@ -29,6 +35,9 @@ class Engine(Protocol):
     Concurrency: coroutines of one engine belong to one event loop and may run at once. An engine that crashed is dead:
     it fails everything that runs, and every later call but `status` and `close`, with the first error.
     """
+
+    Config: ClassVar[type]
+    """Frozen dataclass of the engine's own options, built from `RolloutSettings.engine_options`."""
 
     @classmethod
     def create(cls, settings: RolloutSettings, /, *, replica_id: str, rank: int, clock: Clock) -> Self:

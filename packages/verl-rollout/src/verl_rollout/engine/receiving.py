@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         WeightTarget,
     )
 
-__all__ = ["InProcessReceiverHost", "Updatable", "receiver_class"]
+__all__ = ["InProcessReceiverHost", "Updatable", "not_loaded", "receiver_class"]
 
 T = TypeVar("T")
 
@@ -63,6 +63,12 @@ def receiver_class(backend: str, *, role: str) -> type[WeightReceiver]:
     """Return the receiver of the `WeightBackend` called `backend`. Raises `ConfigError` naming `role`."""
     family = families.WEIGHT_BACKEND
     return load_plugin(family, backend, key=family.key, role=role).receiver_class
+
+
+def not_loaded(replica: str, version: int, *, begun: bool) -> StateError:
+    """Return the error of a commit that nothing was loaded for."""
+    found = "the weights are not loaded completely" if begun else "no update was begun"
+    return StateError(f"replica {replica} cannot commit version {version}: {found}")
 
 
 class InProcessReceiverHost:

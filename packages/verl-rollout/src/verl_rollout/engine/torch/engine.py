@@ -15,7 +15,7 @@ import atexit
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Literal, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, cast
 
 import torch
 
@@ -23,15 +23,17 @@ from verl_contracts.clock import Deadline
 from verl_contracts.errors import DataError, StateError, VerlError, WaitTimeout
 from verl_contracts.rollout import ASLEEP, DEAD, INVALID, PAUSED, SERVING, ReplicaState, ReplicaStatus
 from verl_contracts.waits import bounded
-from verl_rollout.engine.receiving import InProcessReceiverHost
+from verl_rollout.engine.base import NoOptions
+from verl_rollout.engine.checkpoint import check_manifest
+from verl_rollout.engine.receiving import InProcessReceiverHost, not_loaded
+from verl_rollout.engine.requests import check_request
 from verl_rollout.engine.torch.answers import Answers
 from verl_rollout.engine.torch.decoder import Decoder, Job, Result
 from verl_rollout.engine.torch.model import Shape, allocate, build_model, release
-from verl_rollout.engine.torch.requests import check_request
 from verl_rollout.engine.torch.target import ModelTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from transformers import PreTrainedModel
 
@@ -55,6 +57,8 @@ _JOIN_LIMIT_S = 60.0
 
 class TorchEngine:
     """Iteration-level batching over a transformers model, see `verl_rollout.engine.base.Engine`."""
+
+    Config: ClassVar[type] = NoOptions
 
     def __init__(
         self, model: PreTrainedModel, shape: Shape, settings: RolloutSettings, *, replica_id: str, clock: Clock
@@ -101,13 +105,7 @@ class TorchEngine:
         self._request_ids.add(request.request_id)
         answer = self._post(job.ticket, lambda: self._submit(job))
         try:
-            value = await bounded(
-                answer,
-                subject=f"request {request.request_id!r}",
-                holder=self._replica_id,
-                deadline=deadline,
-                clock=self._clock,
-            )
+            value = await self._bounded(answer, f"request {request.request_id!r}", deadline)
         except (WaitTimeout, asyncio.CancelledError):
             self._answers.forget(job.ticket)
             if self._error is None and not self._closing:
@@ -132,7 +130,7 @@ class TorchEngine:
         self._raise_if_dead()
         ticket = self._answers.ticket()
         answer = self._post(ticket, lambda: self._pause(mode, ticket))
-        await bounded(answer, subject=f"pause ({mode})", holder=self._replica_id, deadline=deadline, clock=self._clock)
+        await self._bounded(answer, f"pause ({mode})", deadline)
 
     async def resume(self) -> None:
         """Decode again, unless invalid; then what waited is refused and what was frozen comes back aborted."""
@@ -162,7 +160,7 @@ class TorchEngine:
     def check_manifest(self, manifest: Manifest, /) -> None:
         """Compare names and shapes with the model's; asleep it has none, and loading checks them all the same."""
         if self._sleeping is None:
-            ModelTarget(self._model, guard=self._require_update, loaded=self._set_loaded).check(manifest)
+            check_manifest(manifest, self._model)
 
     def begin_update(self) -> None:
         """Declare the weights invalid until `commit`."""
@@ -244,13 +242,10 @@ class TorchEngine:
             else:
                 self._outbox.append((ticket, None))
 
-        await bounded(
-            self._post(ticket, run),
-            subject=name,
-            holder=self._replica_id,
-            deadline=Deadline.after(self._clock, _CONTROL_LIMIT_S),
-            clock=self._clock,
-        )
+        await self._bounded(self._post(ticket, run), name, Deadline.after(self._clock, _CONTROL_LIMIT_S))
+
+    def _bounded(self, answer: asyncio.Future[object], subject: str, deadline: Deadline) -> Awaitable[object]:
+        return bounded(answer, subject=subject, holder=self._replica_id, deadline=deadline, clock=self._clock)
 
     def _raise_if_dead(self) -> None:
         if self._error is not None:
@@ -299,9 +294,7 @@ class TorchEngine:
         return commands
 
     def _has_work(self) -> bool:
-        if self._gate == "closed":
-            return False
-        return bool(self._decoder.active) or (self._gate == "open" and bool(self._decoder.waiting))
+        return self._gate != "closed" and bool(self._decoder.active or (self._gate == "open" and self._decoder.waiting))
 
     def _iterate(self) -> None:
         if self._gate == "open":
@@ -370,8 +363,7 @@ class TorchEngine:
 
     def _commit(self, version: int, *, keep_cache: bool) -> None:
         if self._update != "loaded":
-            found = "no update was begun" if self._update == "none" else "the weights are not loaded completely"
-            raise StateError(f"replica {self._replica_id} cannot commit version {version}: {found}")
+            raise not_loaded(self._replica_id, version, begun=self._update != "none")
         self._decoder.commit(version, keep_cache=keep_cache)
         self._update = "none"
         self._accepts = True

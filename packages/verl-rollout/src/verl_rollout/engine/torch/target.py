@@ -8,16 +8,14 @@ import torch
 
 from verl_contracts.errors import WeightSyncError
 from verl_contracts.weights import LoadReport
+from verl_rollout.engine.checkpoint import named_tensors, some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from verl_contracts.weights import Manifest, TensorMeta, WeightTarget
+    from verl_contracts.weights import TensorMeta, WeightTarget
 
 __all__ = ["ModelTarget"]
-
-_LISTED = 8
-"""Most names listed in a message."""
 
 
 class ModelTarget:
@@ -31,28 +29,11 @@ class ModelTarget:
         self._guard = guard
         self._loaded = loaded
 
-    def check(self, manifest: Manifest, /) -> None:
-        """Raise `WeightSyncError` listing every name of `manifest` that does not fit, and every one that it lacks."""
-        known = self._known()
-        problems = [f"the model has no {meta.name}" for meta in manifest.tensors if meta.name not in known]
-        fitting = [meta for meta in manifest.tensors if meta.name in known]
-        problems += [
-            f"{meta.name} has shape {meta.shape}, and {tuple(known[meta.name].shape)} in the model"
-            for meta in fitting
-            if meta.shape != tuple(known[meta.name].shape)
-        ]
-        filled = {id(known[meta.name]) for meta in fitting}
-        problems += [
-            f"{name} is not sent" for name, parameter in self._model.named_parameters() if id(parameter) not in filled
-        ]
-        if problems:
-            raise WeightSyncError("prepare", f"{len(problems)} tensors do not fit: {_some(problems)}")
-
     def load(self, items: Iterable[tuple[TensorMeta, torch.Tensor]], /) -> LoadReport:
         """Copy each tensor in. Raises `WeightSyncError` for unknown, repeated, misshapen or missing names."""
         self._guard()
         self._loaded(False)
-        known = self._known()
+        known = named_tensors(self._model)
         seen: set[str] = set()
         filled: set[int] = set()
         loaded: list[str] = []
@@ -61,7 +42,7 @@ class ModelTarget:
             for meta, tensor in items:
                 target = known.get(meta.name)
                 if target is None:
-                    raise _error(f"the model has no such tensor; it has {_some(known)}", meta.name)
+                    raise _error(f"the model has no such tensor; it has {some(known)}", meta.name)
                 if meta.name in seen:
                     raise _error("it arrived twice", meta.name)
                 seen.add(meta.name)
@@ -76,24 +57,13 @@ class ModelTarget:
         parameters = dict(self._model.named_parameters())
         missing = [name for name, parameter in parameters.items() if id(parameter) not in filled]
         if missing:
-            raise _error(f"{len(missing)} of {len(parameters)} tensors did not arrive: {_some(missing)}", None)
+            raise _error(f"{len(missing)} of {len(parameters)} tensors did not arrive: {some(missing)}", None)
         self._loaded(True)
         return LoadReport(loaded=tuple(loaded), skipped=tuple(skipped))
-
-    def _known(self) -> dict[str, torch.Tensor]:
-        """Return all tensors that may arrive, each under every name that it has."""
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        return {**self._model.state_dict(keep_vars=True), **parameters}
 
 
 def _error(reason: str, tensor: str | None) -> WeightSyncError:
     return WeightSyncError("transfer", reason, tensor)
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + rest
 
 
 if TYPE_CHECKING:

@@ -1,0 +1,368 @@
+"""vLLM behind the `Engine` face: who may generate now, with which weights, and what a death leaves.
+
+Owns the gate in front of vLLM (open, closed), whether its weights are committed, and the requests in flight. A request
+that comes while the gate is closed waits here and not in vLLM, so that it begins under the weights it is told it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+
+from verl_contracts.clock import Deadline
+from verl_contracts.errors import DataError, StateError
+from verl_contracts.plugins import build_config
+from verl_contracts.rollout import ASLEEP, DEAD, INVALID, PAUSED, SERVING, ReplicaState, ReplicaStatus
+from verl_contracts.waits import bounded
+from verl_rollout.engine.requests import check_request
+from verl_rollout.engine.vllm.answers import Spans, Updates, aborted, completed
+from verl_rollout.engine.vllm.flights import BusyTime, InFlight, sampling_parameters
+from verl_rollout.engine.vllm.options import VLLMOptions, check_installed, engine_arguments, on_cpu
+from verl_rollout.engine.vllm.receivers import VLLMReceiverHost
+from verl_rollout.engine_family import ENGINE_OPTIONS_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Sequence
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from verl_contracts.clock import Clock
+    from verl_contracts.rollout import ChecksSettings, PauseMode, RolloutSettings
+    from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
+    from verl_contracts.weights import WeightReceiverHost
+    from verl_rollout.engine.base import Engine
+
+__all__ = ["VLLMEngine"]
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+_CONTROL_LIMIT_S = 60.0
+"""Longest that a control call may wait for the iteration that is running."""
+_CLOSE_LIMIT_S = 30.0
+
+
+@dataclass(slots=True)
+class _State:
+    open: bool = True
+    """Whether the gate is."""
+    quiet: bool = False
+    """Whether vLLM has said that it decodes nothing."""
+    accepts: bool = False
+    """Whether weights were committed before; if so, a request may wait for the next ones."""
+    asleep: bool = False
+    cache_asleep: bool = False
+    closing: bool = False
+    error: Exception | None = None
+    updates: Updates = field(default_factory=Updates)
+
+
+class VLLMEngine:
+    """One `AsyncLLM`, see `verl_rollout.engine.base.Engine`."""
+
+    Config: ClassVar[type] = VLLMOptions
+
+    def __init__(
+        self, llm: AsyncLLM, settings: RolloutSettings, options: VLLMOptions, *, replica_id: str, clock: Clock
+    ) -> None:
+        """Use `create`."""
+        self._llm = llm
+        self._settings = settings
+        self._options = options
+        self._replica_id = replica_id
+        self._clock = clock
+        self._vocab_size = llm.model_config.get_vocab_size()
+        self._flying: dict[str, InFlight] = {}
+        self._tokens = 0
+        self._busy = BusyTime()
+        self._now = _State()
+        self._receivers = VLLMReceiverHost(
+            llm,
+            settings,
+            replica_id=replica_id,
+            workers=settings.devices_per_replica,
+            clock=clock,
+            begin=self._begin_update,
+            committed=self._committed,
+        )
+
+    @classmethod
+    def check(cls, settings: RolloutSettings, /) -> None:
+        """Refuse options that are wrong and a vLLM that is missing or too old; imports none of it."""
+        options = build_config(VLLMOptions, settings.engine_options, key=ENGINE_OPTIONS_KEY)
+        check_installed()
+        engine_arguments(settings, options, rank=0)
+
+    @classmethod
+    def create(cls, settings: RolloutSettings, /, *, replica_id: str, rank: int, clock: Clock) -> Self:
+        """Start vLLM's processes; the weights are whatever was in memory."""
+        from verl_rollout.engine.vllm.starting import start
+
+        cls.check(settings)
+        options = build_config(VLLMOptions, settings.engine_options, key=ENGINE_OPTIONS_KEY)
+        return cls(start(settings, options, rank=rank), settings, options, replica_id=replica_id, clock=clock)
+
+    async def generate(self, request: GenerationRequest, /, *, deadline: Deadline) -> Completion | AbortedCompletion:
+        """Generate one sequence; see `Engine.generate`."""
+        self._check(request)
+        flight = InFlight(admitted=asyncio.get_running_loop().create_future())
+        self._flying[request.request_id] = flight
+        if self._now.open:
+            flight.admitted.set_result(None)
+        try:
+            return await bounded(
+                self._generate(request, flight),
+                subject=f"request {request.request_id!r}",
+                holder=self._replica_id,
+                deadline=deadline,
+                clock=self._clock,
+            )
+        finally:
+            del self._flying[request.request_id]
+            self._busy.set(self._computes())
+
+    async def abort(self, request_ids: Sequence[str] | None, /, *, reason: str) -> None:
+        """Cut these requests, or all."""
+        self._raise_if_dead()
+        chosen = list(self._flying) if request_ids is None else [name for name in request_ids if name in self._flying]
+        for name in chosen:
+            flight = self._flying[name]
+            flight.reason = flight.reason or reason
+            if not flight.admitted.done():
+                flight.admitted.set_result(None)
+        inside = [name for name in chosen if self._flying[name].given]
+        if inside:
+            await self._control(self._llm.abort(inside), "abort")
+
+    async def pause(self, mode: PauseMode, /, *, deadline: Deadline) -> None:
+        """Return once nothing is decoded."""
+        self._raise_if_dead()
+        self._now.open = False
+        if mode == "abort":
+            for flight in self._flying.values():
+                if flight.given:
+                    flight.reason = flight.reason or "paused"
+        try:
+            await bounded(
+                self._alive(self._llm.pause_generation(mode=mode, clear_cache=False)),
+                subject=f"pause ({mode})",
+                holder=self._replica_id,
+                deadline=deadline,
+                clock=self._clock,
+            )
+        finally:
+            self._busy.set(self._computes())
+        if self._now.open:
+            raise StateError(f"replica {self._replica_id} was resumed before the pause had taken effect")
+        self._now.quiet = True
+        self._busy.set(False)
+
+    async def resume(self) -> None:
+        """Decode again, unless invalid; then what waited is refused and what was frozen comes back aborted."""
+        self._raise_if_dead()
+        now = self._now
+        if now.asleep:
+            raise StateError(f"replica {self._replica_id} is asleep; wake it and sync the weights before it resumes")
+        now.accepts = now.updates.version is not None
+        if now.accepts:
+            if now.cache_asleep:
+                await self._control(self._llm.wake_up(["kv_cache"]), "wake")
+                now.cache_asleep = False
+            await self._control(self._llm.resume_generation(), "resume")
+        now.open, now.quiet = True, False
+        for flight in self._flying.values():
+            if not flight.admitted.done():
+                flight.admitted.set_result(None)
+        if not now.accepts:
+            await self.abort(
+                [name for name, flight in self._flying.items() if flight.given], reason="weights were lost"
+            )
+        self._busy.set(self._computes())
+
+    def status(self) -> ReplicaStatus:
+        """Return the present status, at once."""
+        running = min(len(self._inside()), self._settings.max_num_seqs * self._options.data_parallel_size)
+        return ReplicaStatus(
+            replica=self._replica_id,
+            state=self._state(),
+            version=self._now.updates.version,
+            running=running,
+            waiting=len(self._flying) - running,
+            generated_tokens=self._tokens,
+            busy_s=self._busy.total(),
+        )
+
+    @property
+    def receiver_host(self) -> WeightReceiverHost:
+        """The receivers inside vLLM's workers."""
+        return self._receivers
+
+    async def sleep(self) -> None:
+        """Free weights and cache; frozen sequences come back aborted. The CPU build of vLLM cannot."""
+        self._raise_if_dead()
+        now = self._now
+        if now.asleep:
+            return
+        if on_cpu():
+            raise StateError(f"replica {self._replica_id} cannot sleep: the CPU build of vLLM gives no memory back")
+        if not now.quiet:
+            raise StateError(f"replica {self._replica_id} is {self._state()}; only a paused replica may sleep")
+        await self.abort(self._inside(), reason="sleep")
+        now.accepts, now.updates.version = False, None
+        await self._control(self._llm.sleep(level=2), "sleep")
+        now.asleep = now.cache_asleep = True
+
+    async def wake(self) -> None:
+        """Allocate the weights again. The cache follows at `resume`, so that a sync needs less memory."""
+        self._raise_if_dead()
+        if self._now.asleep:
+            await self._control(self._llm.wake_up(["weights"]), "wake")
+            self._now.asleep = False
+
+    async def close(self) -> None:
+        """Stop vLLM's processes; requests in flight fail with `StateError`."""
+        if self._now.closing:
+            return
+        self._now.closing = True
+        error = StateError(f"replica {self._replica_id} was closed")
+        for flight in self._flying.values():
+            if not flight.admitted.done():
+                flight.admitted.set_exception(error)
+        await self._receivers.shut_down()
+        await asyncio.to_thread(self._llm.shutdown, _CLOSE_LIMIT_S)
+
+    async def _generate(self, request: GenerationRequest, flight: InFlight) -> Completion | AbortedCompletion:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        await flight.admitted  # wait: `generate` bounds it
+        version = self._now.updates.version
+        if version is None or version < request.min_version:
+            raise self._invalid(request.min_version)
+        spans = Spans(self._now.updates, version)
+        cut = flight.reason
+        if cut is not None:
+            return aborted(None, request, spans, replica=self._replica_id, reason=cut)
+        flight.given = True
+        self._busy.set(True)
+        try:
+            # The salt makes the version part of a prefix's identity: none is shared by requests of two versions.
+            prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"v{version}"}
+            parameters = sampling_parameters(request.sampling, self._options.report_interval)
+            async for output in self._llm.generate(prompt, parameters, request.request_id):
+                (flight.last,) = output.outputs
+                self._count(flight)
+        except EngineDeadError as exc:
+            if self._now.closing:
+                raise StateError(f"replica {self._replica_id} was closed") from exc
+            self._die(exc)
+            part = aborted(flight.last, request, spans, replica=self._replica_id, reason="the engine died")
+            if part.token_ids:
+                return part
+            raise self._dead() from exc
+        last = flight.last
+        if last is None or last.finish_reason not in ("stop", "length"):
+            if flight.reason is None and self._now.open:
+                _log.warning("vLLM ended request %s by itself", request.request_id)
+            return aborted(last, request, spans, replica=self._replica_id, reason=flight.reason or "ended by vLLM")
+        return completed(last, request, spans, replica=self._replica_id)
+
+    def _count(self, flight: InFlight) -> None:
+        if flight.last is not None:
+            count = len(flight.last.token_ids)
+            self._tokens += count - flight.counted
+            flight.counted = count
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Refuse what can never be served, or not now."""
+        self._raise_if_dead()
+        now = self._now
+        if not now.accepts:
+            why = "it sleeps" if now.asleep else "no weights committed yet"
+            raise StateError(f"replica {self._replica_id} cannot generate: {why}; sync the weights first")
+        check_request(request, max_model_len=self._settings.max_model_len, vocab_size=self._vocab_size)
+        if request.request_id in self._flying:
+            raise DataError(f"request id {request.request_id!r} is in flight already; ids must be unique")
+
+    def _begin_update(self) -> None:
+        """Declare the weights invalid, until `_committed`."""
+        self._raise_if_dead()
+        if not self._now.quiet or self._now.asleep:
+            raise StateError(f"replica {self._replica_id} is {self._state()}; pause and wake it before an update")
+        self._now.updates.version = None
+
+    def _committed(self, version: int, keep_cache: bool) -> None:
+        self._now.updates.commit(version, keep_cache=keep_cache)
+        self._now.accepts = True
+
+    def _computes(self) -> bool:
+        return not self._now.quiet and bool(self._inside())
+
+    def _inside(self) -> list[str]:
+        """Return the requests that vLLM has."""
+        return [name for name, flight in self._flying.items() if flight.given]
+
+    def _state(self) -> ReplicaState:
+        now = self._now
+        if now.error is not None or now.closing or self._llm.errored:
+            return DEAD
+        if now.asleep:
+            return ASLEEP
+        if now.updates.version is None:
+            return INVALID
+        return SERVING if now.open else PAUSED
+
+    def _raise_if_dead(self) -> None:
+        if self._now.closing:
+            raise StateError(f"replica {self._replica_id} was closed")
+        if self._now.error is None and self._llm.errored:
+            self._die(self._llm.dead_error)
+        if self._now.error is not None:
+            raise self._dead()
+
+    def _die(self, exc: BaseException) -> None:
+        if self._now.error is None:
+            self._now.error = RuntimeError(f"vLLM's engine process of {self._replica_id} is dead: {exc}")
+            _log.error("%s", self._now.error)
+            for flight in self._flying.values():
+                if not flight.admitted.done():
+                    flight.admitted.set_exception(self._now.error)
+
+    def _dead(self) -> Exception:
+        assert self._now.error is not None
+        return self._now.error
+
+    def _invalid(self, wanted: int) -> StateError:
+        version = self._now.updates.version
+        if version is None:
+            return StateError(f"replica {self._replica_id} holds no committed weights; sync the weights first")
+        return StateError(f"replica {self._replica_id} holds version {version}, and {wanted} is the oldest wanted")
+
+    async def _control(self, call: Awaitable[T], subject: str) -> T:
+        return await bounded(
+            self._alive(call),
+            subject=subject,
+            holder=self._replica_id,
+            deadline=Deadline.after(self._clock, _CONTROL_LIMIT_S),
+            clock=self._clock,
+        )
+
+    async def _alive(self, call: Awaitable[T]) -> T:
+        """Await a call of vLLM; its death is noted, and named."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await call  # wait: the callers bound it
+        except EngineDeadError as exc:
+            self._die(exc)
+            raise self._dead() from exc
+
+
+if TYPE_CHECKING:
+
+    def _is_engine(x: VLLMEngine) -> Engine:
+        return x
+
+    def _checks_settings(x: type[VLLMEngine]) -> type[ChecksSettings]:
+        return x

@@ -1,0 +1,71 @@
+"""One request on its way through vLLM, and how long any was on its way."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from vllm.outputs import CompletionOutput
+    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+
+    from verl_contracts.tokens import SamplingParams
+
+__all__ = ["BusyTime", "InFlight", "sampling_parameters"]
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """One request."""
+
+    admitted: asyncio.Future[None]
+    """Done when it may be handed to vLLM; fails when it may not."""
+    last: CompletionOutput | None = None
+    counted: int = 0
+    """Tokens of it that are in the engine's count."""
+    reason: str | None = None
+    """Why it was cut, if it was."""
+    given: bool = False
+    """Whether vLLM has it."""
+
+
+@dataclass(slots=True)
+class BusyTime:
+    """Seconds in which something ran."""
+
+    seconds: float = 0.0
+    since: float | None = None
+
+    def set(self, busy: bool) -> None:
+        """Note that from now on the engine computes, or does not."""
+        now = time.perf_counter()
+        if self.since is not None:
+            self.seconds += now - self.since
+        self.since = now if busy else None
+
+    def total(self) -> float:
+        """Return the seconds until now."""
+        return self.seconds + (time.perf_counter() - self.since if self.since is not None else 0.0)
+
+
+def sampling_parameters(sampling: SamplingParams, interval: int) -> VLLMSamplingParams:
+    """Return vLLM's parameters: the request's own stop ids and nothing else ends a sequence; log-probs as sampled."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+
+    return VLLMSamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=0 if sampling.top_k is None else sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+        stream_interval=interval,
+    )

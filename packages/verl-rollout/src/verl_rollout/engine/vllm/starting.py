@@ -1,0 +1,101 @@
+"""Starting vLLM: its environment, its arguments, its processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from verl_contracts.errors import ConfigError
+from verl_rollout.engine.vllm.options import check_installed, engine_arguments, on_cpu
+from verl_rollout.engine.vllm.plugin import NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from verl_contracts.rollout import RolloutSettings
+    from verl_rollout.engine.vllm.options import VLLMOptions
+
+__all__ = ["cores_of", "start"]
+
+_log = logging.getLogger(__name__)
+
+_ONE_AT_A_TIME = threading.Lock()
+"""The environment belongs to the process, and several replicas may start in one."""
+
+
+def start(settings: RolloutSettings, options: VLLMOptions, *, rank: int) -> AsyncLLM:
+    """Start vLLM and return once it could serve. Raises `ConfigError` for arguments that it refuses."""
+    release = check_installed()
+    arguments = engine_arguments(settings, options, rank=rank)
+    environment = _environment(settings, options, rank=rank)
+    with _ONE_AT_A_TIME, _set(environment):
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        _log.info("starting vLLM %s: %s", release, arguments)
+        try:
+            config = AsyncEngineArgs(**arguments)
+        except TypeError as exc:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.engine_kwargs.engine_args: vLLM {release} does not take them: {exc}"
+            ) from exc
+        except ValueError as exc:
+            raise ConfigError(f"actor_rollout_ref.rollout: vLLM {release} refuses its settings: {exc}") from exc
+        try:
+            return AsyncLLM.from_engine_args(config)
+        except ValueError as exc:
+            raise ConfigError(f"actor_rollout_ref.rollout: vLLM {release} refuses its settings: {exc}") from exc
+
+
+def cores_of(settings: RolloutSettings, options: VLLMOptions, *, rank: int, allowed: list[int]) -> list[int] | None:
+    """Return the cores of replica `rank` among `allowed`, one per device; None where there are too few to pin."""
+    if options.cpu_cores is not None:
+        if missing := sorted(set(options.cpu_cores) - set(allowed)):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.engine_kwargs.cpu_cores: this process may not use {missing}, only {allowed}"
+            )
+        return list(options.cpu_cores)
+    each = settings.devices_per_replica
+    if each > len(allowed):
+        return None
+    first = (rank * each) % (len(allowed) // each * each)
+    return allowed[first : first + each]
+
+
+def _environment(settings: RolloutSettings, options: VLLMOptions, *, rank: int) -> dict[str, str]:
+    """Return the variables that vLLM reads while it starts; its processes inherit them."""
+    found = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and NAME not in plugins.split(","):
+        found["VLLM_PLUGINS"] = f"{plugins},{NAME}".strip(",")
+    if on_cpu():
+        cores = cores_of(settings, options, rank=rank, allowed=sorted(os.sched_getaffinity(0)))
+        if cores is not None:
+            workers = settings.devices_per_replica
+            share = len(cores) // workers
+            parts = [cores[index * share : (index + 1) * share] for index in range(workers)]
+            found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
+    return found
+
+
+@contextmanager
+def _set(environment: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,2 @@
+class WeightTransferConfig:
+    backend: str

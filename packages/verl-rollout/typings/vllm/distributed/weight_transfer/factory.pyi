@@ -1,0 +1,3 @@
+class WeightTransferEngineFactory:
+    @classmethod
+    def register_engine(cls, name: str, module_path_or_cls: str, class_name: str | None = None) -> None: ...

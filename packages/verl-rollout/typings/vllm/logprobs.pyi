@@ -1,0 +1,4 @@
+class FlatLogprobs:
+    start_indices: list[int]
+    token_ids: list[int]
+    logprobs: list[float]

@@ -1,0 +1,19 @@
+from collections.abc import Sequence
+
+from vllm.logprobs import FlatLogprobs
+
+class WeightVersionSpan:
+    version: str
+    start: int
+    end: int
+
+class CompletionOutput:
+    token_ids: Sequence[int]
+    logprobs: FlatLogprobs | None
+    finish_reason: str | None
+    weight_versions: list[WeightVersionSpan] | None
+
+class RequestOutput:
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int | None
