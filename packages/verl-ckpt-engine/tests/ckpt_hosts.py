@@ -16,7 +16,7 @@ from verl_ckpt_engine.shm import ShmReceiver, ShmSender
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import ActorFailed, StateError
 from verl_contracts.failures import FailureRecord
-from verl_contracts.rollout import INVALID, PAUSED, SERVING, ReplicaStatus
+from verl_contracts.rollout import INVALID, KEEP, PAUSED, SERVING, SLEEP, ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from verl_contracts.rollout import PauseMode, Replica, SupportsSleep
+    from verl_contracts.rollout import Capability, PauseMode, Replica, SupportsSleep
     from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
     from verl_contracts.weights import (
         EndpointInfo,
@@ -124,6 +124,10 @@ class ThreadReplica:
         return 1
 
     @property
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset({KEEP})
+
+    @property
     def receiver_host(self) -> WeightReceiverHost:
         return self.host
 
@@ -157,6 +161,10 @@ class SleepyReplica(ThreadReplica):
     """A replica that can give its memory back."""
 
     asleep = False
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset({KEEP, SLEEP})
 
     async def sleep(self, *, deadline: Deadline) -> None:
         if not self.paused:

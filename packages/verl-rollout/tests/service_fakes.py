@@ -18,8 +18,10 @@ from verl_contracts.rollout import (
     ASLEEP,
     DEAD,
     INVALID,
+    KEEP,
     PAUSED,
     SERVING,
+    SLEEP,
     PauseMode,
     ReplicaState,
     ReplicaStatus,
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl_contracts.clock import Clock
-    from verl_contracts.rollout import Replica
+    from verl_contracts.rollout import Capability, Replica
     from verl_contracts.weights import TensorMeta, WeightReceiverHost, WeightSource, WeightTarget
 
 STOP = 7
@@ -268,6 +270,10 @@ class ScriptedEngine:
         if self._version is None:
             return INVALID
         return SERVING if self._open.is_set() else PAUSED
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset({SLEEP, KEEP})
 
     @property
     def receiver_host(self) -> WeightReceiverHost:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from verl_contracts.errors import ActorFailed, StateError
 from verl_contracts.failures import FailureRecord
-from verl_contracts.rollout import ASLEEP, DEAD, INVALID, PAUSED, SERVING, ReplicaStatus
+from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, PAUSED, SERVING, SLEEP, ReplicaStatus
 from verl_contracts.testing.scripted_hosts import ScriptedReceiverHost
 from verl_contracts.tokens import SAMPLED, AbortedCompletion, Completion, VersionSpan
 from verl_contracts.waits import bounded
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from verl_contracts.clock import Clock, Deadline
-    from verl_contracts.rollout import PauseMode, Replica, ReplicaState, SupportsSleep
+    from verl_contracts.rollout import Capability, PauseMode, Replica, ReplicaState, SupportsSleep
     from verl_contracts.tokens import GenerationRequest
 
 __all__ = ["Script", "ScriptedReplica", "default_answer"]
@@ -84,6 +84,11 @@ class ScriptedReplica:
     def capacity(self) -> int:
         """Sequences at once."""
         return self._capacity
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """Sleeping and keeping."""
+        return frozenset({SLEEP, KEEP})
 
     @property
     def receiver_host(self) -> ScriptedReceiverHost:

@@ -8,7 +8,6 @@ transfer begins until its commit has returned, and after any failure.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, cast
 from verl_ckpt_engine.transaction import Member, Transaction, describe, despite_cancellation
 from verl_contracts.errors import ConfigError, StateError, WeightSyncError
 from verl_contracts.plugins import build_config, families, load_plugin
+from verl_contracts.rollout import KEEP, SLEEP
 from verl_contracts.waits import bounded
 from verl_contracts.weights import ReplicaSync, SyncReport
 
@@ -211,8 +211,13 @@ class TransactionalManager:
             await self._all("wake", wake, deadline)
 
     async def add(self, replica: Replica, /) -> None:
-        """Include `replica` from the next sync on. Idempotent; another object of the same id replaces the first."""
+        """Include `replica` from the next sync on. Idempotent; another object of the same id replaces the first.
+
+        Raises `ConfigError` for one that cannot be paused as the settings say.
+        """
         name = replica.replica_id
+        if self._settings.pause_mode == "keep" and KEEP not in replica.capabilities:
+            raise ConfigError(f"replica {name} cannot keep sequences over a sync; choose the pause mode abort or wait")
         if self._replicas.get(name) is not replica:
             self._replicas[name] = replica
             self._versions[name] = None
@@ -291,11 +296,8 @@ class TransactionalManager:
 
 
 def _sleeper(replica: Replica) -> SupportsSleep | None:
-    """Return `replica` when its class has the coroutines `sleep` and `wake`; a check of names alone would not tell."""
-    for name in ("sleep", "wake"):
-        if not inspect.iscoroutinefunction(inspect.getattr_static(type(replica), name, None)):
-            return None
-    return cast("SupportsSleep", replica)
+    """Return `replica` when it claims to sleep."""
+    return cast("SupportsSleep", replica) if SLEEP in replica.capabilities else None
 
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from verl_contracts.rollout import Capability
     from verl_contracts.runtime import ActorRef
 
 __all__ = ["ReplicaAddress", "answer", "answers"]
@@ -25,6 +26,7 @@ class ReplicaAddress:
     actor: ActorRef
     capacity: int
     """Sequences that it decodes at once."""
+    capabilities: frozenset[Capability] = frozenset()
 
 
 def answer(value: object, kind: type[T], /, *, method: str) -> T:

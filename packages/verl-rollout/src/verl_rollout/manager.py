@@ -17,7 +17,7 @@ from verl_contracts.errors import ActorFailed, StateError, WaitTimeout
 from verl_contracts.plugins import available, build_config, load_plugin
 from verl_contracts.rollout import DEAD, SERVING, LLMClient
 from verl_contracts.runtime import ActorContext, ActorSpec, Bundle, ObjectSpec
-from verl_rollout.addresses import ReplicaAddress
+from verl_rollout.addresses import ReplicaAddress, answer
 from verl_rollout.engine_family import ENGINE, ENGINE_KEY, ENGINE_OPTIONS_KEY
 from verl_rollout.objects import build_object
 from verl_rollout.placing import Places
@@ -275,7 +275,17 @@ class ReplicaManager:
             bundle=place.bundle,
         )
         actor = await self._runtime.spawn(spec, deadline=deadline)
-        address = ReplicaAddress(replica=replica_id, actor=actor, capacity=self._settings.max_num_seqs)
+        try:
+            claimed = await self._runtime.call(actor, "capabilities", {}, deadline=deadline)
+        except BaseException:
+            await self._runtime.kill(actor, deadline=Deadline.after(self._runtime.clock, _CLOSE_LIMIT_S))
+            raise
+        address = ReplicaAddress(
+            replica=replica_id,
+            actor=actor,
+            capacity=self._settings.max_num_seqs,
+            capabilities=answer(claimed, frozenset, method="ReplicaActor.capabilities"),
+        )
         return _Held(proxy=ReplicaProxy(caller=self._runtime, address=address), place=place)
 
     async def _remove(self, held: _Held, deadline: Deadline) -> None:

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import ClassVar
 
 from vllm.logprobs import FlatLogprobs
 
@@ -8,6 +9,7 @@ class WeightVersionSpan:
     end: int
 
 class CompletionOutput:
+    __dataclass_fields__: ClassVar[dict[str, object]]
     token_ids: Sequence[int]
     logprobs: FlatLogprobs | None
     finish_reason: str | None

@@ -18,6 +18,7 @@ from verl_contracts.errors import RunFailed
 from verl_contracts.runtime import RuntimeSettings
 from verl_contracts.tokens import SamplingParams
 from verl_contracts.waits import watch_waits
+from verl_trainers.config.engine import logprob_diff_limit
 from verl_trainers.core.admission import BoundedAdmission
 from verl_trainers.core.loop import LoopLimits, LoopParts, TrainingLoop
 from verl_trainers.core.producer import GroupRules
@@ -116,6 +117,7 @@ def _loop(inputs: RunInputs, runtime: Runtime, started: Started, workers: Policy
         test_freq=config.trainer.test_freq,
         val_before_train=config.trainer.val_before_train,
         trains=part_of(config) in ("whole", "train_only"),
+        logprob_diff_limit=logprob_diff_limit(config),
     )
 
 

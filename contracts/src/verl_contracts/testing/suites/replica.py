@@ -11,7 +11,7 @@ import pytest
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import StateError, WaitTimeout
-from verl_contracts.rollout import ASLEEP, INVALID, PAUSED, SERVING
+from verl_contracts.rollout import ASLEEP, INVALID, KEEP, PAUSED, SERVING, SLEEP
 from verl_contracts.testing.suites.base import ContractSuite
 from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest, SampleKey, SamplingParams
 from verl_contracts.waits import bounded
@@ -46,8 +46,6 @@ class ReplicaSuite(ContractSuite, abc.ABC, suite=True):
     long_tokens: ClassVar[int] = 400
     """Tokens of a generation that is surely under way when the test acts on it. The model must not stop by itself."""
     prompt_ids: ClassVar[tuple[int, ...]] = (1, 2, 3)
-    supports_keep: ClassVar[bool] = True
-    supports_sleep: ClassVar[bool] = True
     reaction_s: ClassVar[float] = 20.0
     """Longest that any single operation may take here."""
 
@@ -213,11 +211,10 @@ class ReplicaSuite(ContractSuite, abc.ABC, suite=True):
         self.run(case)
 
     def test_pause_keep_continues_with_both_versions_in_the_spans(self) -> None:
-        if not self.supports_keep:
-            pytest.skip("the replica declares that it does not keep sequences over a sync")
-
         async def case(clock: Clock) -> None:
             async with self.opened(clock) as replica:
+                if KEEP not in replica.capabilities:
+                    pytest.skip("the replica does not claim to keep sequences over a sync")
                 await self._sync(replica, clock, 1)
                 task = await self._running(replica, clock)
                 await self._sync(replica, clock, 2, "keep", keep_cache=True)
@@ -265,11 +262,10 @@ class ReplicaSuite(ContractSuite, abc.ABC, suite=True):
         self.run(case)
 
     def test_sleeping_replica_holds_nothing_until_a_full_sync(self) -> None:
-        if not self.supports_sleep:
-            pytest.skip("the replica declares that it does not sleep")
-
         async def case(clock: Clock) -> None:
             async with self.opened(clock) as replica:
+                if SLEEP not in replica.capabilities:
+                    pytest.skip("the replica does not claim to sleep")
                 sleeper = cast("SupportsSleep", replica)
                 await self._sync(replica, clock, 1)
                 with pytest.raises(StateError):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_contracts.clock import Clock, Deadline
-    from verl_contracts.rollout import PauseMode, ReplicaStatus, RolloutSettings
+    from verl_contracts.rollout import Capability, PauseMode, ReplicaStatus, RolloutSettings
     from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
     from verl_contracts.weights import WeightReceiverHost
 
@@ -66,6 +66,11 @@ class Engine(Protocol):
 
     def status(self) -> ReplicaStatus:
         """Return the present status, at once."""
+        ...
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What it can do beyond the rest: `sleep` and `wake` with `SLEEP`, pausing with `keep` with `KEEP`."""
         ...
 
     @property

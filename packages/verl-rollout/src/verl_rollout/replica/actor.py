@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_contracts.clock import Deadline
-    from verl_contracts.rollout import PauseMode, ReplicaStatus, RolloutSettings
+    from verl_contracts.rollout import Capability, PauseMode, ReplicaStatus, RolloutSettings
     from verl_contracts.runtime import ActorContext
     from verl_contracts.tokens import AbortedCompletion, GenerationRequest
     from verl_contracts.weights import EndpointInfo, Manifest, Plan, TransferReport
@@ -41,6 +41,10 @@ class ReplicaActor:
         engine_class = load_plugin(ENGINE, settings.engine, key=ENGINE_KEY, role=replica_id)
         self._engine = engine_class.create(settings, replica_id=replica_id, rank=context.rank, clock=context.clock)
         self._death: FailureRecord | None = None
+
+    async def capabilities(self) -> frozenset[Capability]:
+        """Return what the engine can do."""
+        return self._engine.capabilities
 
     async def generate(self, request: GenerationRequest, deadline: Deadline) -> Completion | AbortedCompletion:
         """Generate one sequence. Raises `ActorFailed` when the engine is dead or answers nothing."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_contracts.clock import Deadline
-    from verl_contracts.rollout import PauseMode, Replica, SupportsSleep
+    from verl_contracts.rollout import Capability, PauseMode, Replica, SupportsSleep
     from verl_contracts.runtime import ActorRef, Caller
     from verl_contracts.tokens import GenerationRequest
     from verl_contracts.weights import Manifest, Plan, WeightReceiverHost
@@ -75,6 +75,11 @@ class ReplicaProxy:
     def capacity(self) -> int:
         """Sequences that it decodes at once."""
         return self._address.capacity
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What its engine claimed when it started."""
+        return self._address.capabilities
 
     @property
     def receiver_host(self) -> WeightReceiverHost:

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_trainers.config.engine import check_engine
 from verl_trainers.config.mistakes import Mistake
 from verl_trainers.data.rows import KINDS, unknown_kind
 from verl_trainers.partial.rules import check_partial, part_of
@@ -45,6 +46,8 @@ AT_LEAST: dict[str, float] = {
     f"{_ROLLOUT}.max_model_len": 2,
     f"{_ROLLOUT}.max_num_seqs": 1,
     f"{_ROLLOUT}.n_gpus_per_node": 0,
+    f"{_ROLLOUT}.max_num_batched_tokens": 1,
+    f"{_ROLLOUT}.data_parallel_size": 1,
     f"{_ROLLOUT}.agent.num_workers": 1,
     f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 1,
     f"{_ROLLOUT}.checkpoint_engine.min_healthy": 1,
@@ -70,6 +73,8 @@ ABOVE_ZERO = (
     f"{_ROLLOUT}.temperature",
     f"{_ROLLOUT}.top_p",
     f"{_ROLLOUT}.val_kwargs.top_p",
+    f"{_ROLLOUT}.gpu_memory_utilization",
+    f"{_ROLLOUT}.logprob_diff_limit",
     f"{_ROLLOUT}.request_limit_s",
     f"{_ROLLOUT}.agent.sample_limit_s",
     f"{_ROLLOUT}.checkpoint_engine.phase_limit_s",
@@ -87,6 +92,7 @@ AT_MOST_ONE = (
     f"{_ACTOR}.optim.min_lr_ratio",
     f"{_ROLLOUT}.top_p",
     f"{_ROLLOUT}.val_kwargs.top_p",
+    f"{_ROLLOUT}.gpu_memory_utilization",
     "reward.max_unusable_ratio",
 )
 MAX_SECONDS = 1e8
@@ -102,7 +108,7 @@ def check_relations(config: RunConfig) -> list[Mistake]:
         _lengths,
         _log_probs,
         _temperature,
-        _engine,
+        check_engine,
         _optimizer,
         _reward,
         _tracking,
@@ -225,30 +231,6 @@ def _temperature(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             key=f"{_ROLLOUT}.val_kwargs.temperature",
             text=f"must be 0, which is greedy, or ≥ {MIN_TEMPERATURE:g}, got {rollout.val_kwargs.temperature:g}",
-        )
-
-
-def _engine(config: RunConfig) -> Iterator[Mistake]:
-    rollout = config.actor_rollout_ref.rollout
-    tensor_parallel, devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
-    if config.deterministic and rollout.name != "torch":
-        yield Mistake(
-            key="deterministic",
-            text=f"needs the embedded engine, {_ROLLOUT}.name=torch, got {rollout.name}; other engines repeat no bits",
-            uses=(f"{_ROLLOUT}.name",),
-        )
-    if rollout.name == "torch" and tensor_parallel > 1:
-        yield Mistake(
-            key=f"{_ROLLOUT}.tensor_model_parallel_size",
-            text=f"must be 1 for {_ROLLOUT}.name=torch, got {tensor_parallel}: the embedded engine has no shards",
-            uses=(f"{_ROLLOUT}.name",),
-        )
-    elif devices is not None and devices >= 1 and tensor_parallel >= 1 and devices % tensor_parallel != 0:
-        yield Mistake(
-            key=f"{_ROLLOUT}.n_gpus_per_node",
-            text=f"must be a multiple of {_ROLLOUT}.tensor_model_parallel_size "
-            f"({devices} % {tensor_parallel} = {devices % tensor_parallel})",
-            uses=(f"{_ROLLOUT}.tensor_model_parallel_size",),
         )
 
 

@@ -15,7 +15,7 @@ from verl_contracts.training import ScheduleRequest
 from verl_trainers.config.build import build_run_config
 from verl_trainers.config.check import check_files, check_relations
 from verl_trainers.config.mistakes import Mistake, config_error
-from verl_trainers.config.placing import check_replicas, check_resources, check_servers
+from verl_trainers.config.placing import check_replicas, check_resources, check_servers, whole_replicas
 from verl_trainers.config.plugins import load_plugins, usable
 from verl_trainers.config.prepare import load_prepare
 from verl_trainers.config.sources import read_sources
@@ -151,7 +151,7 @@ def _check(config: RunConfig, run_dir: str) -> tuple[RunPlugins | None, ModePlan
 
 def _plan(config: RunConfig, mode: type[TrainerMode]) -> ModePlan:
     rollout, schedule = config.actor_rollout_ref.rollout, config.async_training
-    return mode().plan(
+    plan = mode().plan(
         trainer_devices=config.trainer.n_gpus_per_node,
         rollout_devices=rollout.n_gpus_per_node,
         request=ScheduleRequest(
@@ -161,3 +161,4 @@ def _plan(config: RunConfig, mode: type[TrainerMode]) -> ModePlan:
             sleep_while_training=rollout.free_cache_engine,
         ),
     )
+    return replace(plan, placement=whole_replicas(config, plan.placement))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from verl_contracts.errors import ConfigError
 from verl_contracts.rollout import RolloutSettings
+from verl_trainers.config.engine import PER_REPLICA, devices_per_replica, engine_options, option_keys, product
 from verl_trainers.config.mistakes import Mistake
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "fit_devices",
     "max_model_len",
     "run_device",
+    "whole_replicas",
 ]
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -54,11 +56,13 @@ def max_model_len(config: RunConfig) -> int:
 def build_rollout_settings(config: RunConfig, placement: Placement) -> RolloutSettings:
     """Return what the LLM server manager is told."""
     rollout = config.actor_rollout_ref.rollout
+    each = devices_per_replica(rollout)
     return RolloutSettings(
         model_path=config.actor_rollout_ref.model.path,
         engine=rollout.name,
-        num_replicas=max(1, placement.standalone_devices // max(1, rollout.tensor_model_parallel_size)),
-        devices_per_replica=rollout.tensor_model_parallel_size,
+        engine_options=engine_options(rollout),
+        num_replicas=max(1, placement.standalone_devices // each),
+        devices_per_replica=each,
         device=config.trainer.device,
         dtype=rollout.dtype,
         max_model_len=max_model_len(config),
@@ -72,6 +76,14 @@ def build_rollout_settings(config: RunConfig, placement: Placement) -> RolloutSe
     )
 
 
+def whole_replicas(config: RunConfig, placement: Placement) -> Placement:
+    """Return `placement` with devices for whole replicas, where nobody said how many devices they get."""
+    if config.actor_rollout_ref.rollout.n_gpus_per_node is not None:
+        return placement
+    each = devices_per_replica(config.actor_rollout_ref.rollout)
+    return replace(placement, standalone_devices=-(-placement.standalone_devices // each) * each)
+
+
 def check_servers(config: RunConfig, placement: Placement, servers: type[LLMServerManager]) -> list[Mistake]:
     """Ask the LLM server manager whether it could serve, if it `ChecksSettings`."""
     if not isinstance(inspect.getattr_static(servers, "check", None), classmethod):
@@ -79,7 +91,10 @@ def check_servers(config: RunConfig, placement: Placement, servers: type[LLMServ
     try:
         cast("type[ChecksSettings]", servers).check(build_rollout_settings(config, placement))
     except ConfigError as exc:
-        return [Mistake.parse(line) for line in str(exc).splitlines()]
+        # What an own key says of an option is checked already, and is not repeated for the option itself.
+        options = option_keys(config.actor_rollout_ref.rollout)
+        found = [Mistake.parse(line) for line in str(exc).splitlines()]
+        return [replace(m, uses=options) if m.key.startswith(options[0]) else m for m in found]
     return []
 
 
@@ -152,8 +167,18 @@ def check_resources(config: RunConfig, placement: Placement) -> list[Mistake]:
 def check_replicas(config: RunConfig, placement: Placement) -> list[Mistake]:
     """Return what cannot hold for the number of replicas that follows from the placement."""
     rollout = config.actor_rollout_ref.rollout
-    devices = placement.standalone_devices + (placement.trainer_devices if placement.hybrid else 0)
-    replicas, wanted = devices // max(1, rollout.tensor_model_parallel_size), rollout.checkpoint_engine.min_healthy
+    each, ranks = devices_per_replica(rollout), placement.trainer_devices
+    if placement.hybrid and ranks % each:
+        return [
+            Mistake(
+                key=PER_REPLICA[0],
+                text=f"replicas share the trainer's devices, so {product(rollout)} must divide "
+                f"trainer.n_gpus_per_node ({ranks} % {each} = {ranks % each})",
+                uses=(PER_REPLICA[1], "trainer.n_gpus_per_node"),
+            )
+        ]
+    replicas = (placement.standalone_devices + (ranks if placement.hybrid else 0)) // each
+    wanted = rollout.checkpoint_engine.min_healthy
     if wanted <= replicas:
         return []
     return [
@@ -161,6 +186,6 @@ def check_replicas(config: RunConfig, placement: Placement) -> list[Mistake]:
             key=f"{_ROLLOUT}.checkpoint_engine.min_healthy",
             text=f"is {wanted}, and there are {replicas} replicas: no sync could ever succeed; lower it, or give "
             "replicas more devices",
-            uses=(f"{_ROLLOUT}.n_gpus_per_node", "trainer.n_gpus_per_node", f"{_ROLLOUT}.tensor_model_parallel_size"),
+            uses=(f"{_ROLLOUT}.n_gpus_per_node", "trainer.n_gpus_per_node", *PER_REPLICA),
         )
     ]

@@ -185,7 +185,20 @@ class RolloutConfig:
     """`actor_rollout_ref.rollout.*`."""
 
     name: str = "torch"
-    """Inference engine."""
+    """Inference engine: `torch`, the embedded one, `vllm`, or a class path."""
+    engine_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """Further options of the engine, by its own names; the embedded one has none."""
+    gpu_memory_utilization: float | None = None
+    """Share of each GPU that the engine may take, weights included, above 0 and at most 1; null means the engine's
+    default. With `free_cache_engine` the trainer gets it back while it trains; else both shares must fit."""
+    enforce_eager: bool | None = None
+    """Whether nothing is compiled and captured; null means the engine's default."""
+    enable_prefix_caching: bool | None = None
+    """Whether a prompt that a group shares is computed once; null means the engine's default."""
+    enable_chunked_prefill: bool | None = None
+    """Whether long prompts are computed in pieces beside what is decoded; null means the engine's default."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens that the engine computes in one iteration, over all sequences; null means the engine's default."""
     n: int = 8
     """Samples in a group."""
     temperature: float = 1.0
@@ -195,11 +208,15 @@ class RolloutConfig:
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
     dtype: Literal["float32", "bfloat16"] = "float32"
     tensor_model_parallel_size: int = 1
+    """Devices that share one copy of the model."""
+    data_parallel_size: int | None = None
+    """Copies of the model in one replica, which has `tensor_model_parallel_size` devices for each; null means the
+    engine's default, which is 1."""
     max_model_len: int | None = None
     """Tokens; null means prompt and response lengths together."""
     max_num_seqs: int = 64
     n_gpus_per_node: int | None = None
-    """Devices for replicas of their own; null means what the mode needs at least."""
+    """Devices for replicas of their own; null means what the mode needs at least, in whole replicas."""
     partial_rollout: bool = True
     """Whether aborted sequences are continued."""
     llm_server_manager_class: str | None = None
@@ -212,6 +229,10 @@ class RolloutConfig:
     request_limit_s: float = 600.0
     free_cache_engine: bool | None = None
     """Whether replicas that share the trainer's devices sleep while it trains; null means no."""
+    logprob_diff_limit: float | None = None
+    """Mean |log-prob as sampled - log-prob of the trainer| of a step, in nats a token of equal weights, above which the
+    run warns once; null means 0.01 in float32 and 0.2 where replicas or trainer compute in bfloat16. Right engines
+    differ by some 1e-5 and 0.04; weights that did not arrive, or log-probs of another kind, by more than the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

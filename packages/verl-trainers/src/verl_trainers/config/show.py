@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from verl_trainers.config.dump import plain_value
+from verl_trainers.config.engine import logprob_diff_limit
 from verl_trainers.config.placing import max_model_len
 from verl_trainers.config.schema import RunConfig
 
@@ -62,6 +63,11 @@ def derived_values(resolved: ResolvedConfig) -> Mapping[str, tuple[object, str]]
             rollout.free_cache_engine,
             schedule.sleep_while_training,
             mode,
+        ),
+        "actor_rollout_ref.rollout.logprob_diff_limit": (
+            rollout.logprob_diff_limit,
+            logprob_diff_limit(config),
+            "actor_rollout_ref.rollout.dtype and actor_rollout_ref.actor.fsdp_config.model_dtype",
         ),
         "async_training.max_staleness": (config.async_training.max_staleness, schedule.max_staleness, mode),
         "async_training.sync_every": (config.async_training.sync_every, schedule.sync_every, mode),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from verl_contracts.training import StepContext, TrainBatch, TrainRow
 from verl_contracts.waits import bounded
 from verl_contracts.weights import SyncReport
 from verl_trainers.core.metrics import GroupMetrics, RunCounters, StepClock
+from verl_trainers.core.mismatch import MismatchWatch
 from verl_trainers.core.producer import GroupProducer
 from verl_trainers.core.signal import SignalWatch
 
@@ -126,10 +128,12 @@ class TrainingLoop:
         test_freq: int = -1,
         val_before_train: bool = True,
         trains: bool = True,
+        logprob_diff_limit: float = math.inf,
     ) -> None:
         """Start nothing yet. `test_freq` is in steps; -1 validates only before the first and after the last one.
 
         With `trains` False the workers make no update, or there is no step at all: the first weights are all there is.
+        A mean difference of log-probs above `logprob_diff_limit`, in nats a token, is warned of once.
         """
         self._parts = parts
         self._rules = rules
@@ -150,6 +154,7 @@ class TrainingLoop:
             events=parts.events,
         )
         self._signal = SignalWatch(n=rules.n)
+        self._mismatch = MismatchWatch(limit=logprob_diff_limit)
         self._served = 0
         self._counters = RunCounters()
         self.report = LoopReport()
@@ -282,6 +287,7 @@ class TrainingLoop:
     def _track(self, step: int, numbers: GroupMetrics, result: StepResult, clock: StepClock) -> None:
         metrics = numbers.as_dict() | reduce_metrics(result.metrics)
         self._signal.see(step, numbers.scores, metrics)
+        self._mismatch.see(step, metrics)
         self.report.steps_without_signal = self._signal.without
         metrics |= self._counters.as_dict(self._producer.counts, ready=len(self._parts.store))
         metrics |= clock.as_dict()

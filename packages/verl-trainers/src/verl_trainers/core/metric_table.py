@@ -156,7 +156,8 @@ METRICS: tuple[MetricInfo, ...] = (
         MetricInfo(
             name="rollout/logprob_diff_same_version",
             unit="nats",
-            meaning="The mean over tokens of the version that is trained: what is left is numerics, not staleness.",
+            meaning="The mean over tokens of the version that is trained: what is left is numerics, not staleness. The "
+            "run warns once where it is above actor_rollout_ref.rollout.logprob_diff_limit.",
             reduce="mean",
             present="as actor/entropy, when there are such tokens",
         ),

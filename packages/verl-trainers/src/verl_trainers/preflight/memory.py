@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl_trainers.config.engine import devices_per_replica
 from verl_trainers.config.placing import max_model_len
 
 if TYPE_CHECKING:
@@ -60,11 +61,11 @@ class RoleMemory:
 
 def estimate_memory(config: RunConfig, plan: ModePlan, model: ModelFacts) -> tuple[RoleMemory, ...]:
     """Return the roles that need memory: the policy workers first, then the replicas."""
-    placement, tensor_parallel = plan.placement, max(1, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    placement, each = plan.placement, devices_per_replica(config.actor_rollout_ref.rollout)
     devices = placement.standalone_devices + (placement.trainer_devices if placement.hybrid else 0)
     return (
         _policy(config, model, ranks=max(1, placement.trainer_devices)),
-        _replica(config, model, devices=max(devices, tensor_parallel), tensor_parallel=tensor_parallel),
+        _replica(config, model, processes=max(1, devices // each) * each),
     )
 
 
@@ -100,16 +101,17 @@ def _policy(config: RunConfig, model: ModelFacts, *, ranks: int) -> RoleMemory:
     return RoleMemory(role="policy worker", processes=ranks, parts=tuple(parts))
 
 
-def _replica(config: RunConfig, model: ModelFacts, *, devices: int, tensor_parallel: int) -> RoleMemory:
+def _replica(config: RunConfig, model: ModelFacts, *, processes: int) -> RoleMemory:
+    """Return what one device of a replica needs. Each copy of the model takes `max_num_seqs` sequences."""
     rollout = config.actor_rollout_ref.rollout
-    size = _SIZES[rollout.dtype]
+    size, shards = _SIZES[rollout.dtype], max(1, rollout.tensor_model_parallel_size)
     tokens = rollout.max_num_seqs * max_model_len(config)
     return RoleMemory(
-        role="replica" if tensor_parallel == 1 else f"replica shard (1 of {tensor_parallel})",
-        processes=devices // tensor_parallel * tensor_parallel,
+        role="replica" if shards == 1 else f"replica shard (1 of {shards})",
+        processes=processes,
         parts=(
-            Part(name="weights", num_bytes=size * -(-model.num_parameters // tensor_parallel)),
-            Part(name="KV cache", num_bytes=size * tokens * model.kv_elements // tensor_parallel, certain=False),
+            Part(name="weights", num_bytes=size * -(-model.num_parameters // shards)),
+            Part(name="KV cache", num_bytes=size * tokens * model.kv_elements // shards, certain=False),
             _wire(config, model),
         ),
     )

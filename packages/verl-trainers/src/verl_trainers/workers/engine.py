@@ -42,19 +42,13 @@ if TYPE_CHECKING:
     from verl_trainers.workers.settings import EngineSettings
     from verl_trainers.workers.update import Update
 
-__all__ = ["MISMATCH_WARNING", "FsdpEngine"]
+__all__ = ["FsdpEngine"]
 
 _log = logging.getLogger(__name__)
 
 _GAP = "rollout/logprob_diff"
 _CURRENT_GAP = "rollout/logprob_diff_same_version"
 _LARGEST_GAP = "rollout/logprob_diff_max"
-
-MISMATCH_WARNING = 0.1
-"""Mean gap between log-probs from replicas and from here, at equal weights, above which a step warns.
-
-bfloat16 gives 0.04.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +154,6 @@ class FsdpEngine:
                 name="advantage/zero_groups", value=sum(u.zero_groups for u in updates) / sum(u.groups for u in updates)
             ),
         ]
-        self._warn_of_mismatch(metrics, context)
         return StepResult(
             version=context.step, rows=len(samples), updates=applied, metrics=tuple(metrics), seconds=watch.seconds
         )
@@ -261,17 +254,6 @@ class FsdpEngine:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         values = torch.cat([total, largest.reshape(1)]).tolist()
         return dict(zip([*names, _LARGEST_GAP], values, strict=True))
-
-    def _warn_of_mismatch(self, metrics: Sequence[Metric], context: StepContext) -> None:
-        for metric in metrics:
-            if metric.name == _CURRENT_GAP and metric.value > MISMATCH_WARNING:
-                _log.warning(
-                    "step %d: log-probs from the replicas and from here differ by %.3g on average at equal weights "
-                    "(more than %.3g); check temperature, dtype and the weight sync",
-                    context.step,
-                    metric.value,
-                    MISMATCH_WARNING,
-                )
 
 
 def _update_metrics(sums: Mapping[str, float], update: Update, *, first: bool) -> list[Metric]:

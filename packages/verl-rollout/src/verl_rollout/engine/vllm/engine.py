@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import DataError, StateError
 from verl_contracts.plugins import build_config
-from verl_contracts.rollout import ASLEEP, DEAD, INVALID, PAUSED, SERVING, ReplicaState, ReplicaStatus
+from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, PAUSED, SERVING, SLEEP, ReplicaState, ReplicaStatus
 from verl_contracts.waits import bounded
 from verl_rollout.engine.requests import check_request
 from verl_rollout.engine.vllm.answers import Spans, Updates, aborted, completed
-from verl_rollout.engine.vllm.flights import BusyTime, InFlight, sampling_parameters
+from verl_rollout.engine.vllm.flights import BusyTime, InFlight, sampling_parameters, tells_versions
 from verl_rollout.engine.vllm.options import VLLMOptions, check_installed, engine_arguments, on_cpu
 from verl_rollout.engine.vllm.receivers import VLLMReceiverHost
 from verl_rollout.engine_family import ENGINE_OPTIONS_KEY
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from verl_contracts.clock import Clock
-    from verl_contracts.rollout import ChecksSettings, PauseMode, RolloutSettings
+    from verl_contracts.rollout import Capability, ChecksSettings, PauseMode, RolloutSettings
     from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
     from verl_contracts.weights import WeightReceiverHost
     from verl_rollout.engine.base import Engine
@@ -139,6 +139,8 @@ class VLLMEngine:
     async def pause(self, mode: PauseMode, /, *, deadline: Deadline) -> None:
         """Return once nothing is decoded."""
         self._raise_if_dead()
+        if mode == "keep" and KEEP not in self.capabilities:
+            raise StateError(f"replica {self._replica_id} cannot keep: its vLLM does not tell which tokens came later")
         self._now.open = False
         if mode == "abort":
             for flight in self._flying.values():
@@ -195,6 +197,11 @@ class VLLMEngine:
         )
 
     @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the installed vLLM can do: the CPU build cannot sleep, and older ones do not tell versions apart."""
+        return frozenset(({SLEEP} if not on_cpu() else set()) | ({KEEP} if tells_versions() else set()))
+
+    @property
     def receiver_host(self) -> WeightReceiverHost:
         """The receivers inside vLLM's workers."""
         return self._receivers
@@ -205,7 +212,7 @@ class VLLMEngine:
         now = self._now
         if now.asleep:
             return
-        if on_cpu():
+        if SLEEP not in self.capabilities:
             raise StateError(f"replica {self._replica_id} cannot sleep: the CPU build of vLLM gives no memory back")
         if not now.quiet:
             raise StateError(f"replica {self._replica_id} is {self._state()}; only a paused replica may sleep")

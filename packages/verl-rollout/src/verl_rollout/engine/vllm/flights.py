@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from verl_contracts.tokens import SamplingParams
 
-__all__ = ["BusyTime", "InFlight", "sampling_parameters"]
+__all__ = ["BusyTime", "InFlight", "sampling_parameters", "tells_versions"]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +49,13 @@ class BusyTime:
     def total(self) -> float:
         """Return the seconds until now."""
         return self.seconds + (time.perf_counter() - self.since if self.since is not None else 0.0)
+
+
+def tells_versions() -> bool:
+    """Return whether the installed vLLM says which weights each token came from."""
+    from vllm.outputs import CompletionOutput
+
+    return "weight_versions" in CompletionOutput.__dataclass_fields__
 
 
 def sampling_parameters(sampling: SamplingParams, interval: int) -> VLLMSamplingParams:

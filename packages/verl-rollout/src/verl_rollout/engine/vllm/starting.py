@@ -67,9 +67,9 @@ def cores_of(settings: RolloutSettings, options: VLLMOptions, *, rank: int, allo
     return allowed[first : first + each]
 
 
-def _environment(settings: RolloutSettings, options: VLLMOptions, *, rank: int) -> dict[str, str]:
-    """Return the variables that vLLM reads while it starts; its processes inherit them."""
-    found = {
+def _environment(settings: RolloutSettings, options: VLLMOptions, *, rank: int) -> dict[str, str | None]:
+    """Return the variables that vLLM reads while it starts, None for unset; its processes inherit them."""
+    found: dict[str, str | None] = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -78,6 +78,7 @@ def _environment(settings: RolloutSettings, options: VLLMOptions, *, rank: int) 
     if plugins is not None and NAME not in plugins.split(","):
         found["VLLM_PLUGINS"] = f"{plugins},{NAME}".strip(",")
     if on_cpu():
+        found["VLLM_CPU_KVCACHE_SPACE"] = None  # it would override what we say, in whole GiB
         cores = cores_of(settings, options, rank=rank, allowed=sorted(os.sched_getaffinity(0)))
         if cores is not None:
             workers = settings.devices_per_replica
@@ -88,14 +89,18 @@ def _environment(settings: RolloutSettings, options: VLLMOptions, *, rank: int) 
 
 
 @contextmanager
-def _set(environment: Mapping[str, str]) -> Iterator[None]:
+def _set(environment: Mapping[str, str | None]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
+    _put(environment)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _put(before)
+
+
+def _put(environment: Mapping[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
