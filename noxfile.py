@@ -154,6 +154,16 @@ def full(session: nox.Session) -> str:
     return environment(session, "full", *(package.requirement for package in PACKAGES), "mypy", "nox", *TEST_TOOLS)
 
 
+def vllm_environment(session: nox.Session) -> tuple[str, Path]:
+    """Return the Python that holds vLLM's CPU build and all packages, and the folder of a small language model."""
+    tools = (*TEST_TOOLS, "openai", "gguf", "accelerate")
+    python = environment(session, "vllm", *PACKAGES_WITH_VLLM, *tools, without=UNUSABLE)
+    model = Path(os.environ.get("VERL_SMOLLM2", "models/smollm2"))
+    if not model.exists():
+        session.run(python, "tools/make_smollm2.py", str(model))
+    return python, model
+
+
 def test_environment(session: nox.Session, package: Package) -> str:
     """Return the Python that holds `package`, the contracts and what their tests need."""
     requirements = dict.fromkeys(("./contracts[testing]", package.requirement))
@@ -248,11 +258,7 @@ def tests_trainers_trackers(session: nox.Session) -> None:
 @nox.session(name="tests-rollout-vllm")
 def tests_rollout_vllm(session: nox.Session) -> None:
     """The vLLM engine on vLLM's CPU build, filled through shared memory; with a small language model beside the toy."""
-    tools = (*TEST_TOOLS, "openai", "gguf", "accelerate")
-    python = environment(session, "vllm", *PACKAGES_WITH_VLLM, *tools, without=UNUSABLE)
-    model = Path(os.environ.get("VERL_SMOLLM2", "models/smollm2"))
-    if not model.exists():
-        session.run(python, "tools/make_smollm2.py", str(model))
+    python, model = vllm_environment(session)
     env = {"VERL_SMOLLM2": str(model)}
     session.run(python, "-m", "pytest", "-W", "default", "integration_tests/vllm", *session.posargs, env=env)
 
@@ -310,6 +316,16 @@ def bench(session: nox.Session) -> None:
     if "--list" not in session.posargs and not model.exists():
         session.run(python, "tools/make_smollm2.py", str(model))
     session.run(python, "-m", "bench", *session.posargs, env={"PYTHONPATH": str(ROOT / "tools")})
+
+
+@nox.session(name="bench-vllm", default=False)
+def bench_vllm(session: nox.Session) -> None:
+    """Those claims about speed that need vLLM."""
+    python, model = vllm_environment(session)
+    rows = ("manager_vs_bare_vllm", "manager_vs_bare_vllm_tiny", "vllm2_vs_generate")
+    arguments = session.posargs or [part for row in rows for part in ("--row", row)]
+    env = {"PYTHONPATH": str(ROOT / "tools"), "VERL_SMOLLM2": str(model)}
+    session.run(python, "-m", "bench", *arguments, env=env)
 
 
 @nox.session(default=False)

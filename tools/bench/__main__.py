@@ -4,6 +4,7 @@
     tools/nox -s bench -- --list                  what there is
     tools/nox -s bench -- --row cli_help_ms       one claim
     tools/nox -s bench -- --row NAME --pairs 1    a try; nothing is written
+    tools/nox -s bench-vllm                       those that need vLLM
 
 Figures go to `results/` one file per claim, and only when the claim is measured completely, with enough pairs.
 """
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from bench.core import BenchError, Conditions
 from bench.results import RESULTS, describe_machine, write_report
-from bench.rows import BENCHMARKS
+from bench.rows import BENCHMARKS, vllm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     if os.getloadavg()[0] > QUIET:
         print(f"this machine is busy (load {os.getloadavg()[0]:.2f}): figures will be worse and wider than they are")
     failed = 0
-    for name in options.row or by_name:
+    for name in options.row or _measurable():
         try:
             rows = _measure(by_name[name], options.pairs, options.smollm2)
         except Exception as exc:  # whatever it was: the claims that follow have nothing to do with it
@@ -61,6 +62,14 @@ def main(arguments: Sequence[str]) -> int:
     if options.pairs < ENOUGH:
         print(f"nothing was written: {options.pairs} pairs are fewer than {ENOUGH}")
     return 1 if failed else 0
+
+
+def _measurable() -> list[str]:
+    """Return all claims but those of an engine that is not installed here; what is left out is said."""
+    left_out = [] if vllm.installed() else [benchmark.name for benchmark in vllm.BENCHMARKS]
+    if left_out:
+        print(f"left out, for they need vLLM (tools/nox -s bench-vllm): {', '.join(left_out)}")
+    return [benchmark.name for benchmark in BENCHMARKS if benchmark.name not in left_out]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -19,6 +19,8 @@ from verl_contracts.weights import PHASES, CheckpointSettings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from verl_contracts.rollout import Capability
+
 
 def after(seconds: float = 30) -> Deadline:
     return Deadline.after(CLOCK, seconds)
@@ -80,6 +82,18 @@ async def test_keep_keeps_the_cache() -> None:
     async with Bench([ThreadReplica("r0")], pause_mode="keep") as bench:
         await bench.manager.update_weights(1, deadline=after())
         assert bench.replicas[0].calls == ["pause:keep", "commit:True", "resume"]
+
+
+class ForgetfulReplica(ThreadReplica):
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset()
+
+
+async def test_keep_is_refused_for_a_replica_that_cannot() -> None:
+    with pytest.raises(ConfigError, match=r"replica r1 cannot keep sequences over a sync"):
+        async with Bench([ThreadReplica("r0"), ForgetfulReplica("r1")], pause_mode="keep"):
+            pass
 
 
 async def test_unchanged_weights_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.rows import embedded, orchestration, shm, starts, trainers
+from bench.rows import embedded, orchestration, shm, starts, trainers, vllm
 
 if TYPE_CHECKING:
     from bench.core import Benchmark
@@ -20,4 +20,5 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     *embedded.BENCHMARKS,
     *orchestration.BENCHMARKS,
     *trainers.BENCHMARKS,
+    *vllm.BENCHMARKS,
 )
