@@ -243,16 +243,21 @@ async def serving(
     settings: RolloutSettings, model: PreTrainedModel, *, replicas: int = 1, options: Mapping[str, object] | None = None
 ) -> AsyncIterator[LLMClient]:
     """Yield a client of replicas on Ray that serve the weights of `model`."""
-    from bench.weights import ModelSender
+    import torch
+
+    from verl_ckpt_engine.local_sender import LocalSenderHost
     from verl_ckpt_engine.manager import TransactionalManager
+    from verl_ckpt_engine.shm.sender import ShmSender
     from verl_contracts.clock import Deadline, SystemClock
     from verl_contracts.events import NullEvents
     from verl_contracts.runtime import RuntimeSettings
     from verl_contracts.weights import CheckpointSettings
     from verl_rollout.manager import ReplicaManager
     from verl_runtime.ray import RayRuntime
+    from verl_trainers.workers.source import PolicyWeights
 
     clock, events = SystemClock(), NullEvents()
+    weights = PolicyWeights(dict(model.named_parameters()), dtype=getattr(torch, settings.dtype))
     deadline = Deadline.after(clock, LIMIT_S)
     runtime = await RayRuntime.create(
         RuntimeSettings(run_id="bench", options={"num_cpus": replicas}), clock=clock, events=events
@@ -268,7 +273,7 @@ async def serving(
         )
         checkpoint = await TransactionalManager.create(
             CheckpointSettings(),
-            sender=ModelSender(model, clock=clock),
+            sender=LocalSenderHost(ShmSender(owner="trainer", rank=0, clock=clock), weights, clock=clock),
             replicas=manager.replicas(),
             clock=clock,
             events=events,

@@ -72,6 +72,7 @@ def _environment(settings: RolloutSettings, options: VLLMOptions, *, rank: int) 
     found: dict[str, str | None] = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
         "VLLM_NO_USAGE_STATS": "1",
+        "SPT_NOENV": "1",  # its processes set titles, and would write over what they are found by when we are gone
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
     plugins = os.environ.get("VLLM_PLUGINS")
