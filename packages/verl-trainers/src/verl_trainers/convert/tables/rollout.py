@@ -19,40 +19,17 @@ from verl_trainers.convert.rows import (
     same,
     under,
 )
-from verl_trainers.convert.settings import ENGINES, not_offered, offered
-from verl_trainers.convert.tables.actor import DTYPES
+from verl_trainers.convert.settings import not_offered, offered
+from verl_trainers.convert.tables.engines import ENGINE, ENGINE_COST, ROLLOUT_DTYPES
 
 if TYPE_CHECKING:
     from verl_trainers.convert.settings import Settings
 
-__all__ = ["ROLLOUT", "engine_of"]
+__all__ = ["ROLLOUT"]
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 TOOLS = When(f"{_ROLLOUT}.multi_turn.enable")
 NEAR_TOOLS = f"an agent loop of your own: {_ROLLOUT}.agent.default_agent_loop"
-
-
-def engine_of(settings: Settings) -> str:
-    """Return the engine that generates here: upstream's if there is one of that name, else the embedded one."""
-    name = settings.get(f"{_ROLLOUT}.name")
-    return name if isinstance(name, str) and name in offered(ENGINES, "torch") else "torch"
-
-
-def engine(value: object, settings: Settings) -> Fate:
-    """Translate the engine."""
-    if value == engine_of(settings):
-        return Fate(kind=SAME, values={ITSELF: value})
-    if value == "hf":
-        return mapped({ITSELF: "torch"}, "the embedded engine runs transformers models too, with a cache")
-    why = not_offered("engine", value, offered(ENGINES, "torch"))
-    return refuse(why, near="torch, the embedded engine", loses=COST, values={ITSELF: "torch"})
-
-
-def tensor_parallel(value: object, settings: Settings) -> Fate:
-    """Translate the shards of one replica."""
-    if engine_of(settings) != "torch" or value == 1:
-        return Fate(kind=SAME, values={ITSELF: value})
-    return refuse("the embedded engine has no shards", near="1", loses=COST)
 
 
 def top_k(value: object, settings: Settings) -> Fate:
@@ -127,19 +104,17 @@ def backend(value: object, settings: Settings) -> Fate:
     return refuse(not_offered("backend", value, known), near="shm, on one host", loses=COST, values={ITSELF: "shm"})
 
 
-ENGINE_COST = "is the engine's own choice"
 ROLLOUT = under(
     _ROLLOUT,
     (
-        computed("name", engine, ITSELF, why="the engine"),
+        *ENGINE,
         same("n", default=1),
         same("temperature"),
         same("top_p"),
         computed("top_k", top_k, ITSELF, why="null keeps all"),
-        same("dtype", {**DTYPES, "auto": "bfloat16"}, default="bfloat16"),
+        same("dtype", ROLLOUT_DTYPES, default="bfloat16"),
         same("max_model_len"),
         same("max_num_seqs", default=256),
-        computed("tensor_model_parallel_size", tensor_parallel, ITSELF, why="shards of one replica"),
         computed("free_cache_engine", sleeping, ITSELF, why="sleep while the trainer trains", default=True),
         computed("nnodes", own_nodes, f"{_ROLLOUT}.n_gpus_per_node", why="one number for all nodes"),
         computed("n_gpus_per_node", own_devices, ITSELF, why="one number for all nodes"),
@@ -158,25 +133,16 @@ ROLLOUT = under(
         fixed("calculate_log_probs", "the log-prob of each token is always kept", any_value=True),
         fixed("logprobs_mode", "log-probs are those of what was sampled from", ok=("processed_logprobs",)),
         fixed("skip_tokenizer_init", "token ids go in and come out", any_value=True),
-        fixed("gpu_memory_utilization", "the cache grows with what is asked for", loses=COST),
-        fixed("standalone_gpu_memory_utilization", "the cache grows with what is asked for", loses=COST),
-        fixed("enforce_eager", ENGINE_COST, any_value=True),
-        fixed("cudagraph_capture_sizes", ENGINE_COST, loses=COST),
-        fixed("max_num_batched_tokens", ENGINE_COST, ok=(8192,), near="max_num_seqs", loses=COST),
-        fixed("enable_chunked_prefill", ENGINE_COST, any_value=True),
-        fixed("enable_prefix_caching", ENGINE_COST, any_value=True),
+        fixed("standalone_gpu_memory_utilization", "all replicas take the same share", loses=COST),
         fixed("scheduling_policy", "first come, first served", ok=("fcfs",), loses=COST),
         fixed("load_format", "weights come by the first sync", any_value=True),
         fixed("layered_summon", "weights are gathered one by one", any_value=True),
         fixed("disable_log_stats", "replicas report to the run", any_value=True),
         fixed("over_sample_rate", "as many are generated as are trained", ok=(0,)),
         fixed("multi_stage_wake_up", "memory comes back in one piece", loses=COST),
-        fixed("data_parallel_size", "a replica is one engine", ok=(1,), near="more replicas", loses=COST),
         fixed("expert_parallel_size", "a replica has no shards of experts", ok=(1,), loses=COST),
         fixed("pipeline_model_parallel_size", "a replica has no stages", ok=(1,), loses=COST),
         fixed("log_prob_*", "log-probs are recomputed in the actor's micro-batches", any_value=True),
-        fixed("engine_kwargs.*", "engines take no further options", loses=COST),
-        fixed("engine_kwargs.**", "engines take no further options", loses=COST),
         fixed("router_config_path", "replicas are chosen by load", loses=COST),
         fixed("limit_images", "prompts are text"),
         fixed("swap_space", ENGINE_COST, any_value=True),
