@@ -143,13 +143,12 @@ def test_replicas_that_share_the_trainers_devices_divide_them() -> None:
 
 
 class RefusingServers(FakeServers):
-    """Refuses each option, by its key among the options of the engine."""
+    """Refuses each option, by its key among the options of the engine, and every model."""
 
     @classmethod
     def check(cls, settings: RolloutSettings, /) -> None:
         lines = [f"{ROLLOUT}.engine_kwargs.{name}: no such option" for name in settings.engine_options]
-        if lines:
-            raise ConfigError("\n".join(lines))
+        raise ConfigError("\n".join([*lines, "actor_rollout_ref.model.path: there is none"]))
 
 
 class OneMode:
@@ -161,13 +160,19 @@ class OneMode:
 
 def test_what_the_engine_says_of_an_option_is_not_said_where_its_own_key_is_wrong() -> None:
     config = config_of(VLLM, f"{ROLLOUT}.gpu_memory_utilization=2", f"{ROLLOUT}.engine_kwargs.more=1")
-    found = check_servers(config, STANDALONE, RefusingServers)
+    *found, model = check_servers(config, STANDALONE, RefusingServers)
+    assert model.key == "actor_rollout_ref.model.path"
     assert [mistake.key for mistake in found] == [
         f"{ROLLOUT}.engine_kwargs.more",
         f"{ROLLOUT}.engine_kwargs.gpu_memory_utilization",
     ]
     assert all(mistake.follows_from([f"{ROLLOUT}.gpu_memory_utilization"]) for mistake in found)
     assert not any(mistake.follows_from([f"{ROLLOUT}.max_model_len"]) for mistake in found)
+
+
+def test_a_model_that_is_yet_to_be_made_is_not_missed() -> None:
+    assert check_servers(config_of("prepare=some.module:function"), STANDALONE, RefusingServers) == []
+    assert len(check_servers(config_of(), STANDALONE, RefusingServers)) == 1
 
 
 def test_a_whole_check_counts_the_devices_of_whole_replicas() -> None:

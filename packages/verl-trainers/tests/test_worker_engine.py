@@ -14,7 +14,9 @@ from worker_cases import make_batch, make_model, make_sample, make_settings
 from verl_contracts.errors import ConfigError, StateError
 from verl_contracts.tracking import reduce_metrics
 from verl_contracts.training import PolicyLossInputs, PolicyLossOutput, StepContext, StepResult, TrainSample
+from verl_trainers.config.engine import LOGPROB_DIFF_LIMITS
 from verl_trainers.config.schema import ActorConfig, AlgorithmConfig, FsdpConfig, OptimConfig, PolicyLossConfig
+from verl_trainers.core.mismatch import MismatchWatch
 from verl_trainers.losses.ppo_clip import PpoClip
 from verl_trainers.workers.engine import FsdpEngine
 from verl_trainers.workers.schedule import learning_rate
@@ -161,12 +163,15 @@ def test_gap_is_zero_when_the_sampler_was_this_policy_and_shows_when_it_was_not(
     assert "rollout/logprob_diff_same_version" not in later
 
 
-def test_mismatch_at_equal_weights_warns(model: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_probs_of_another_sampler_are_told_from_numerics_at_equal_weights(model: str) -> None:
     engine = FsdpEngine(make_settings(model))
-    _step(engine, _sampled_by(engine, make_batch()))
-    assert not caplog.records
-    _step(FsdpEngine(make_settings(model)), make_batch())
-    assert "log-probs from the replicas and from here differ" in caplog.text
+    right = _metrics(_step(engine, _sampled_by(engine, make_batch())))
+    wrong = _metrics(_step(FsdpEngine(make_settings(model)), make_batch()))
+    watch = MismatchWatch(limit=max(LOGPROB_DIFF_LIMITS.values()))
+    watch.see(1, right)
+    assert not watch.said
+    watch.see(1, wrong)
+    assert watch.said
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

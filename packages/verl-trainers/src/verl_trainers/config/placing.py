@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model.path"
 
 
 def run_device(config: RunConfig) -> str:
@@ -94,7 +95,11 @@ def check_servers(config: RunConfig, placement: Placement, servers: type[LLMServ
         # What an own key says of an option is checked already, and is not repeated for the option itself.
         options = option_keys(config.actor_rollout_ref.rollout)
         found = [Mistake.parse(line) for line in str(exc).splitlines()]
-        return [replace(m, uses=options) if m.key.startswith(options[0]) else m for m in found]
+        return [
+            replace(mistake, uses=options) if mistake.key.startswith(options[0]) else mistake
+            for mistake in found
+            if config.prepare is None or mistake.key != _MODEL  # it may be yet to be made
+        ]
     return []
 
 

@@ -27,14 +27,15 @@ class MismatchWatch:
     def __init__(self, *, limit: float) -> None:
         """Differences up to `limit`, in nats a token, are numerics."""
         self._limit = limit
-        self._said = False
+        self.said = False
+        """Whether a step was above it."""
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         """Look at what the policy workers measured in a step."""
         diff = metrics.get(_DIFF)
-        if self._said or diff is None or diff <= self._limit:
+        if self.said or diff is None or diff <= self._limit:
             return
-        self._said = True
+        self.said = True
         _log.warning(
             "step %d: log-probs of the replicas and of the trainer differ by %.3g nats a token on average at equal "
             "weights (%s; actor_rollout_ref.rollout.logprob_diff_limit is %g): do both compute in one dtype "
