@@ -73,6 +73,7 @@ class SharedEngine(VLLMEngine):
 
     async def close(self) -> None:
         """Leave vLLM as it was found."""
+        await self._openai.close()
         await self._llm.pause_generation(mode="abort", clear_cache=True)
         await self._llm.resume_generation()
         await self._receivers.shut_down()
@@ -90,8 +91,8 @@ def tiny_model(folder: Path, *, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=128,
+        intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -140,9 +141,13 @@ async def send(
         plan = SingleHostPlanner().plan(
             manifest, session=session, senders=[mine], receivers=theirs, bucket_bytes=bucket
         )
-        sent, reports = await asyncio.gather(
-            asyncio.to_thread(sender.send, plan, source, deadline=soon()), host.transfer(plan, deadline=soon())
-        )
+        receiving = asyncio.ensure_future(host.transfer(plan, deadline=soon()))
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, plan, source, deadline=soon()))
+        await asyncio.wait((receiving,), timeout=60.0)
+        if receiving.exception() is not None:
+            sender.abort("the receivers failed")
+        await asyncio.wait((sending,), timeout=60.0)
+        reports, sent = receiving.result(), sending.result()
         assert all(report.digests == sent.digests for report in reports)
         await host.commit(version, keep_cache=keep_cache, deadline=soon())
         return reports

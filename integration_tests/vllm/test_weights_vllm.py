@@ -82,7 +82,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_touched(tiny: tu
             wrong = weights_of(model)
             wrong["head.bias"] = wrong.pop("model.norm.weight")
             await engine.pause("abort", deadline=soon())
-            with pytest.raises(WeightSyncError, match=r"the model has no head.bias; model.norm.weight is not sent"):
+            with pytest.raises(WeightSyncError, match=r"the model has no head.bias, model.norm.weight is not sent"):
                 await engine.receiver_host.prepare(ListSource(wrong).manifest(2), session="wrong", deadline=soon())
             assert engine.status().state == PAUSED
             await engine.resume()

@@ -6,6 +6,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 class SamplingParams:
+    seed: int | None
     def __init__(
         self,
         *,

@@ -1,4 +1,5 @@
 class ModelConfig:
+    hf_text_config: object
     def get_vocab_size(self) -> int: ...
 
 class ParallelConfig:

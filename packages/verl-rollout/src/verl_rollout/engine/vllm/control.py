@@ -26,6 +26,8 @@ __all__ = ["ControlClient", "ControlServer", "socket_path"]
 _log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.05
+_END = "end"
+_END_LIMIT_S = 5.0
 
 
 def socket_path(folder: str, rank: int) -> str:
@@ -52,13 +54,17 @@ class ControlServer:
                 with self._listener.accept() as connection:  # wait: a thread that does nothing else, ended by `close`
                     self._answer(connection)
             except EOFError:
-                continue  # the replica closed this connection
+                continue  # the replica is gone; the next one may come
             except OSError:
                 return  # closed
 
     def _answer(self, connection: Connection) -> None:
         while True:
             method, arguments = connection.recv()  # wait: ends when the replica does
+            if method == _END:
+                self.close()
+                connection.send((True, None))
+                return
             try:
                 reply = (True, self._methods[method](**arguments))
             except Exception as exc:
@@ -86,11 +92,11 @@ class ControlClient:
                     raise self._gone(f"does not listen after {limit_s:g} s") from exc
                 time.sleep(_LOOK_AGAIN_S)
 
-    def call(self, method: str, /, *, limit_s: float, **arguments: object) -> object:
+    def call(self, method: str, arguments: Mapping[str, object], /, *, limit_s: float) -> object:
         """Return what the worker's `method` returns; raise what it raises, `WeightSyncError` when it is gone."""
         with self._lock:
             try:
-                self._connection.send((method, arguments))
+                self._connection.send((method, dict(arguments)))
                 if not self._connection.poll(limit_s):
                     self._connection.close()
                     raise self._gone(f"has not answered {method} for {limit_s:g} s")
@@ -102,7 +108,9 @@ class ControlClient:
         raise value
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Let the worker listen no more, and hang up. Idempotent; a worker that is gone is no error."""
+        with contextlib.suppress(OSError, WeightSyncError):
+            self.call(_END, {}, limit_s=_END_LIMIT_S)
         with contextlib.suppress(OSError):
             self._connection.close()
 

@@ -129,8 +129,7 @@ class VLLMReceiverHost:
     async def shut_down(self) -> None:
         """Hang up, and remove the folder. Before vLLM is stopped."""
         clients, self._clients = self._clients, []
-        for client in clients:
-            client.close()
+        await asyncio.gather(*(asyncio.to_thread(client.close) for client in clients))
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
@@ -168,7 +167,7 @@ class VLLMReceiverHost:
         """Call `method` on all workers at once."""
         limit_s = max(0.1, min(_ANSWER_LIMIT_S, deadline.remaining(self._clock)))
         return await asyncio.gather(
-            *(asyncio.to_thread(client.call, method, limit_s=limit_s, **arguments) for client in self._clients)
+            *(asyncio.to_thread(client.call, method, arguments, limit_s=limit_s) for client in self._clients)
         )
 
     async def _ask_cause(self, exc: Exception, deadline: Deadline) -> None:
@@ -177,7 +176,7 @@ class VLLMReceiverHost:
             return
         for client in self._clients:
             try:
-                await asyncio.to_thread(client.call, "report", limit_s=_ANSWER_LIMIT_S)
+                await asyncio.to_thread(client.call, "report", {}, limit_s=_ANSWER_LIMIT_S)
             except (WeightSyncError, StateError) as cause:
                 raise cause from exc
             except Exception as cause:

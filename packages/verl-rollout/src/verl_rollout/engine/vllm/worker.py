@@ -15,8 +15,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.errors import StateError, WeightSyncError
@@ -80,6 +80,7 @@ class HostedReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Make the receiver and listen for the replica."""
+        self.shutdown()
         self._receiver = build_plugin(
             receiver_class(init_info.backend, role=init_info.owner),
             {},
@@ -90,7 +91,7 @@ class HostedReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             "prepare": self._prepare,
             "expect": self._expect,
             "report": self._report,
-            "abort": self._receiver.abort,
+            "abort": self._abort,
             "close": self._close,
         }
         self._control = ControlServer(socket_path(init_info.folder, self._rank), bytes.fromhex(init_info.key), methods)
@@ -128,6 +129,8 @@ class HostedReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._reloading:
             self._reloading = False
             finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                _pack_tied(self.model)
 
     def _prepare(self, session: str) -> EndpointInfo:
         return self._hosted().prepare(session=session, rank=self._rank)
@@ -141,6 +144,9 @@ class HostedReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise self._outcome
         return self._outcome
 
+    def _abort(self, reason: str) -> None:
+        self._hosted().abort(reason)
+
     def _close(self) -> None:
         self._expected = None
         if self._receiver is not None:
@@ -150,7 +156,8 @@ class HostedReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._expected is None or self._expected[0].session != session:
             raise StateError(f"an update by session {session!r} was asked for, and its plan never came")
         plan, deadline = self._expected
-        return self._hosted().receive(plan, _Target(self.model, self.device), deadline=deadline)
+        tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        return self._hosted().receive(plan, _Target(self.model, self.device, tied=tied), deadline=deadline)
 
     def _hosted(self) -> WeightReceiver:
         if self._receiver is None:
@@ -158,20 +165,36 @@ class HostedReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._receiver
 
 
+def _pack_tied(model: torch.nn.Module) -> None:
+    """Pack weights that a layer shares with another one again.
+
+    The CPU build computes with packed copies. It makes them for layers that were loaded, and a tied head is not: it
+    would go on with the head of the weights before.
+    """
+    seen: set[int] = set()
+    for layer in model.modules():
+        shared = [parameter for parameter in layer.parameters(recurse=False) if id(parameter) in seen]
+        seen.update(id(parameter) for parameter in layer.parameters(recurse=False))
+        method = getattr(layer, "quant_method", None)
+        if shared and isinstance(method, QuantizeMethodBase):
+            method.process_weights_after_loading(layer)
+
+
 class _LoadsWeights(Protocol):
     """Every model of vLLM."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], /) -> object:
-        """Load checkpoint tensors."""
+        """Load checkpoint tensors; return the names of the parameters that they went into, or None."""
         ...
 
 
 class _Target:
     """Loads canonical tensors through vLLM's loaders, which shard, fuse and convert them."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, device: torch.device, *, tied: bool) -> None:
         self._model = model
         self._device = device
+        self._wanted = {name for name, _ in model.named_parameters() if not (tied and name.startswith("lm_head."))}
 
     def load(self, items: Iterable[tuple[TensorMeta, torch.Tensor]], /) -> LoadReport:
         """Load each tensor. Raises `WeightSyncError` naming the tensor that does not fit, or what did not arrive."""
@@ -184,22 +207,15 @@ class _Target:
                 yield meta.name, tensor.to(self._device, copy=True)
 
         try:
-            cast("_LoadsWeights", self._model).load_weights(given())
+            loaded = cast("_LoadsWeights", self._model).load_weights(given())
         except WeightSyncError:
             raise
         except Exception as exc:
             last = names[-1] if names else None
             raise WeightSyncError("transfer", f"vLLM could not load it: {type(exc).__name__}: {exc}", last) from exc
-        empty = [name for name, layer in self._model.named_modules() if _is_empty(layer)]
-        if empty:
-            raise WeightSyncError("transfer", f"no weights arrived for {len(empty)} layers of vLLM: {some(empty)}")
+        if isinstance(loaded, set) and (missing := self._wanted - loaded):
+            raise WeightSyncError("transfer", f"{len(missing)} parameters of vLLM's were not loaded: {some(missing)}")
         return LoadReport(loaded=tuple(names))
-
-
-def _is_empty(layer: torch.nn.Module) -> bool:
-    """Return whether `layer` has weights and none of them was loaded since the reload began."""
-    info = get_layerwise_info(layer)
-    return bool(info.can_load() and info.load_numel_total and info.load_numel <= 0)
 
 
 if TYPE_CHECKING:

@@ -1,0 +1,3 @@
+from fastapi import FastAPI
+
+def init_exception_handler(app: FastAPI) -> None: ...

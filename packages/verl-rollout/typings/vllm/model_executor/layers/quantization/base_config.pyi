@@ -1,0 +1,4 @@
+import torch
+
+class QuantizeMethodBase:
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
