@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, cast
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import ActorFailed, StateError, WaitTimeout
 from verl_contracts.plugins import available, build_config, load_plugin
-from verl_contracts.rollout import DEAD, SERVING, LLMClient
+from verl_contracts.rollout import DEAD, OPENAI, SERVING, LLMClient
 from verl_contracts.runtime import ActorContext, ActorSpec, Bundle, ObjectSpec
 from verl_rollout.addresses import ReplicaAddress, answer
 from verl_rollout.engine_family import ENGINE, ENGINE_KEY, ENGINE_OPTIONS_KEY
@@ -67,6 +67,8 @@ class ReplicaManagerConfig:
 class _Held:
     proxy: ReplicaProxy
     place: Place
+    url: str | None
+    """Where it answers the OpenAI protocol, if it does."""
 
 
 class _LoggedFailures:
@@ -191,8 +193,11 @@ class ReplicaManager:
         return ObjectSpec(path="verl_rollout.client:ResumableClient", arguments=arguments)
 
     def addresses(self) -> Sequence[str]:
-        """Return none: these replicas are called as actors, and listen on no port."""
-        return ()
+        """Return the base URLs of the replicas that claim `OPENAI`; the others are called as actors only.
+
+        The key for each is in the replica's `openai_endpoint`.
+        """
+        return tuple(held.url for held in self._held.values() if held.url is not None)
 
     async def add(self, count: int, /, *, deadline: Deadline) -> Sequence[Replica]:
         """Start further replicas, where others left or on a pool of their own. They are not admitted yet."""
@@ -277,16 +282,19 @@ class ReplicaManager:
         actor = await self._runtime.spawn(spec, deadline=deadline)
         try:
             claimed = await self._runtime.call(actor, "capabilities", {}, deadline=deadline)
+            address = ReplicaAddress(
+                replica=replica_id,
+                actor=actor,
+                capacity=self._settings.max_num_seqs,
+                capabilities=answer(claimed, frozenset, method="ReplicaActor.capabilities"),
+            )
+            proxy = ReplicaProxy(caller=self._runtime, address=address)
+            listens = OPENAI in proxy.capabilities
+            url = (await proxy.openai_endpoint(deadline=deadline)).base_url if listens else None
         except BaseException:
             await self._runtime.kill(actor, deadline=Deadline.after(self._runtime.clock, _CLOSE_LIMIT_S))
             raise
-        address = ReplicaAddress(
-            replica=replica_id,
-            actor=actor,
-            capacity=self._settings.max_num_seqs,
-            capabilities=answer(claimed, frozenset, method="ReplicaActor.capabilities"),
-        )
-        return _Held(proxy=ReplicaProxy(caller=self._runtime, address=address), place=place)
+        return _Held(proxy=proxy, place=place, url=url)
 
     async def _remove(self, held: _Held, deadline: Deadline) -> None:
         replica = held.proxy

@@ -7,12 +7,12 @@ request after another: its first error is reported once, as the failure of this 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from verl_contracts.errors import ActorFailed
+from verl_contracts.errors import ActorFailed, StateError
 from verl_contracts.failures import FailureRecord
 from verl_contracts.plugins import load_plugin
-from verl_contracts.rollout import DEAD
+from verl_contracts.rollout import DEAD, OPENAI
 from verl_contracts.tokens import Completion
 from verl_rollout.engine.receiving import receiver_class
 from verl_rollout.engine_family import ENGINE, ENGINE_KEY
@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_contracts.clock import Deadline
-    from verl_contracts.rollout import Capability, PauseMode, ReplicaStatus, RolloutSettings
+    from verl_contracts.rollout import (
+        Capability,
+        OpenAIEndpoint,
+        PauseMode,
+        ReplicaStatus,
+        RolloutSettings,
+        SupportsOpenAI,
+    )
     from verl_contracts.runtime import ActorContext
     from verl_contracts.tokens import AbortedCompletion, GenerationRequest
     from verl_contracts.weights import EndpointInfo, Manifest, Plan, TransferReport
@@ -81,6 +88,14 @@ class ReplicaActor:
     async def wake(self) -> None:
         """Take the device memory again."""
         await self._engine.wake()
+
+    async def openai_endpoint(self, deadline: Deadline) -> OpenAIEndpoint:
+        """Return where the engine answers the OpenAI protocol."""
+        if OPENAI not in self._engine.capabilities:
+            raise StateError(
+                f"replica {self._replica_id} does not answer the OpenAI protocol: its engine claims no such"
+            )
+        return await cast("SupportsOpenAI", self._engine).openai_endpoint(deadline=deadline)
 
     async def receiver_prepare(self, manifest: Manifest, session: str, deadline: Deadline) -> tuple[EndpointInfo, ...]:
         """Create what the sender needs in order to connect, on every rank of the engine."""

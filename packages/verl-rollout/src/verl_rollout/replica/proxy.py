@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from verl_contracts.rollout import ReplicaStatus
+from verl_contracts.rollout import OpenAIEndpoint, ReplicaStatus
 from verl_contracts.tokens import AbortedCompletion, Completion
 from verl_contracts.weights import EndpointInfo, TransferReport
 from verl_rollout.addresses import ReplicaAddress, answer, answers
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_contracts.clock import Deadline
-    from verl_contracts.rollout import Capability, PauseMode, Replica, SupportsSleep
+    from verl_contracts.rollout import Capability, PauseMode, Replica, SupportsOpenAI, SupportsSleep
     from verl_contracts.runtime import ActorRef, Caller
     from verl_contracts.tokens import GenerationRequest
     from verl_contracts.weights import Manifest, Plan, WeightReceiverHost
@@ -118,6 +118,11 @@ class ReplicaProxy:
         """Take the device memory again."""
         await self._call("wake", {}, deadline)
 
+    async def openai_endpoint(self, *, deadline: Deadline) -> OpenAIEndpoint:
+        """Return where it answers the OpenAI protocol; raises `StateError` when it does not claim `OPENAI`."""
+        endpoint = await self._call("openai_endpoint", {}, deadline)
+        return answer(endpoint, OpenAIEndpoint, method="ReplicaActor.openai_endpoint")
+
     async def _call(self, method: str, arguments: dict[str, object], deadline: Deadline) -> object:
         return await self._caller.call(self._address.actor, method, arguments, deadline=deadline)
 
@@ -128,6 +133,9 @@ if TYPE_CHECKING:
         return x
 
     def _supports_sleep(x: ReplicaProxy) -> SupportsSleep:
+        return x
+
+    def _supports_openai(x: ReplicaProxy) -> SupportsOpenAI:
         return x
 
     def _is_host(x: ReceiverHostProxy) -> WeightReceiverHost:

@@ -8,28 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import DataError, StateError
 from verl_contracts.plugins import build_config
-from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, PAUSED, SERVING, SLEEP, ReplicaState, ReplicaStatus
+from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, OPENAI, PAUSED, SERVING, SLEEP, ReplicaStatus
 from verl_contracts.waits import bounded
 from verl_rollout.engine.requests import check_request
-from verl_rollout.engine.vllm.answers import Spans, Updates, aborted, completed
-from verl_rollout.engine.vllm.flights import BusyTime, InFlight, sampling_parameters, tells_versions
+from verl_rollout.engine.vllm.answers import Spans, aborted, completed
+from verl_rollout.engine.vllm.flights import BusyTime, Condition, InFlight, sampling_parameters, tells_versions
+from verl_rollout.engine.vllm.openai_server import OpenAIServer
 from verl_rollout.engine.vllm.options import VLLMOptions, check_installed, engine_arguments, on_cpu
 from verl_rollout.engine.vllm.receivers import VLLMReceiverHost
 from verl_rollout.engine_family import ENGINE_OPTIONS_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from verl_contracts.clock import Clock
-    from verl_contracts.rollout import Capability, ChecksSettings, PauseMode, RolloutSettings
+    from verl_contracts.rollout import (
+        Capability,
+        ChecksSettings,
+        OpenAIEndpoint,
+        PauseMode,
+        ReplicaState,
+        RolloutSettings,
+        SupportsOpenAI,
+    )
     from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
     from verl_contracts.weights import WeightReceiverHost
     from verl_rollout.engine.base import Engine
@@ -42,21 +52,6 @@ _log = logging.getLogger(__name__)
 _CONTROL_LIMIT_S = 60.0
 """Longest that a control call may wait for the iteration that is running."""
 _CLOSE_LIMIT_S = 30.0
-
-
-@dataclass(slots=True)
-class _State:
-    open: bool = True
-    """Whether the gate is."""
-    quiet: bool = False
-    """Whether vLLM has said that it decodes nothing."""
-    accepts: bool = False
-    """Whether weights were committed before; if so, a request may wait for the next ones."""
-    asleep: bool = False
-    cache_asleep: bool = False
-    closing: bool = False
-    error: Exception | None = None
-    updates: Updates = field(default_factory=Updates)
 
 
 class VLLMEngine:
@@ -77,7 +72,7 @@ class VLLMEngine:
         self._flying: dict[str, InFlight] = {}
         self._tokens = 0
         self._busy = BusyTime()
-        self._now = _State()
+        self._now = Condition()
         self._receivers = VLLMReceiverHost(
             llm,
             settings,
@@ -86,6 +81,9 @@ class VLLMEngine:
             clock=clock,
             begin=self._begin_update,
             committed=self._committed,
+        )
+        self._openai = OpenAIServer(
+            llm, settings, options, replica_id=replica_id, clock=clock, relay=self._relay, status=self.status
         )
 
     @classmethod
@@ -107,21 +105,8 @@ class VLLMEngine:
     async def generate(self, request: GenerationRequest, /, *, deadline: Deadline) -> Completion | AbortedCompletion:
         """Generate one sequence; see `Engine.generate`."""
         self._check(request)
-        flight = InFlight(admitted=asyncio.get_running_loop().create_future())
-        self._flying[request.request_id] = flight
-        if self._now.open:
-            flight.admitted.set_result(None)
-        try:
-            return await bounded(
-                self._generate(request, flight),
-                subject=f"request {request.request_id!r}",
-                holder=self._replica_id,
-                deadline=deadline,
-                clock=self._clock,
-            )
-        finally:
-            del self._flying[request.request_id]
-            self._busy.set(self._computes())
+        with self._flight(request.request_id) as flight:
+            return await self._in_time(self._generate(request, flight), f"request {request.request_id!r}", deadline)
 
     async def abort(self, request_ids: Sequence[str] | None, /, *, reason: str) -> None:
         """Cut these requests, or all."""
@@ -147,13 +132,8 @@ class VLLMEngine:
                 if flight.given:
                     flight.reason = flight.reason or "paused"
         try:
-            await bounded(
-                self._alive(self._llm.pause_generation(mode=mode, clear_cache=False)),
-                subject=f"pause ({mode})",
-                holder=self._replica_id,
-                deadline=deadline,
-                clock=self._clock,
-            )
+            pausing = self._alive(self._llm.pause_generation(mode=mode, clear_cache=False))
+            await self._in_time(pausing, f"pause ({mode})", deadline)
         finally:
             self._busy.set(self._computes())
         if self._now.open:
@@ -199,7 +179,15 @@ class VLLMEngine:
     @property
     def capabilities(self) -> frozenset[Capability]:
         """What the installed vLLM can do: the CPU build cannot sleep, and older ones do not tell versions apart."""
-        return frozenset(({SLEEP} if not on_cpu() else set()) | ({KEEP} if tells_versions() else set()))
+        can = {SLEEP: not on_cpu(), KEEP: tells_versions(), OPENAI: self._options.openai_server}
+        return frozenset(name for name, true in can.items() if true)
+
+    async def openai_endpoint(self, *, deadline: Deadline) -> OpenAIEndpoint:
+        """Return where this engine answers the OpenAI protocol; see `SupportsOpenAI`."""
+        self._raise_if_dead()
+        if OPENAI not in self.capabilities:
+            raise StateError(f"replica {self._replica_id} has no endpoint: set engine_kwargs.openai_server to true")
+        return await self._openai.endpoint(deadline=deadline)
 
     @property
     def receiver_host(self) -> WeightReceiverHost:
@@ -237,16 +225,14 @@ class VLLMEngine:
         for flight in self._flying.values():
             if not flight.admitted.done():
                 flight.admitted.set_exception(error)
+        await self._openai.close()
         await self._receivers.shut_down()
         await asyncio.to_thread(self._llm.shutdown, _CLOSE_LIMIT_S)
 
     async def _generate(self, request: GenerationRequest, flight: InFlight) -> Completion | AbortedCompletion:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        await flight.admitted  # wait: `generate` bounds it
-        version = self._now.updates.version
-        if version is None or version < request.min_version:
-            raise self._invalid(request.min_version)
+        version = await self._admitted(flight, request.min_version)
         spans = Spans(self._now.updates, version)
         cut = flight.reason
         if cut is not None:
@@ -275,6 +261,42 @@ class VLLMEngine:
             return aborted(last, request, spans, replica=self._replica_id, reason=flight.reason or "ended by vLLM")
         return completed(last, request, spans, replica=self._replica_id)
 
+    async def _relay(
+        self, name: str, ask: Callable[[int], AsyncGenerator[RequestOutput]], /, *, deadline: Deadline
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Let a request through that our OpenAI server makes; see `Relay`."""
+        self._raise_if_not_accepting()
+        with self._flight(name) as flight:
+            version = await self._in_time(self._admitted(flight, 0), f"request {name!r}", deadline)
+            if flight.reason is not None:
+                raise StateError(f"replica {self._replica_id} cut it before it began: {flight.reason}")
+            flight.given = True
+            self._busy.set(True)
+            async with aclosing(ask(version)) as outputs:
+                while output := await self._in_time(self._alive(anext(outputs, None)), f"request {name!r}", deadline):
+                    self._tokens += sum(len(part.token_ids) for part in output.outputs)
+                    yield version, output
+
+    @contextmanager
+    def _flight(self, name: str) -> Iterator[InFlight]:
+        """Count a request as in flight; it is admitted when the gate is open."""
+        flight = self._flying[name] = InFlight(admitted=asyncio.get_running_loop().create_future())
+        if self._now.open:
+            flight.admitted.set_result(None)
+        try:
+            yield flight
+        finally:
+            del self._flying[name]
+            self._busy.set(self._computes())
+
+    async def _admitted(self, flight: InFlight, min_version: int) -> int:
+        """Return the version under which it begins, once the gate is open."""
+        await flight.admitted  # wait: the callers bound it
+        version = self._now.updates.version
+        if version is None or version < min_version:
+            raise self._invalid(min_version)
+        return version
+
     def _count(self, flight: InFlight) -> None:
         if flight.last is not None:
             count = len(flight.last.token_ids)
@@ -283,14 +305,16 @@ class VLLMEngine:
 
     def _check(self, request: GenerationRequest) -> None:
         """Refuse what can never be served, or not now."""
-        self._raise_if_dead()
-        now = self._now
-        if not now.accepts:
-            why = "it sleeps" if now.asleep else "no weights committed yet"
-            raise StateError(f"replica {self._replica_id} cannot generate: {why}; sync the weights first")
+        self._raise_if_not_accepting()
         check_request(request, max_model_len=self._settings.max_model_len, vocab_size=self._vocab_size)
         if request.request_id in self._flying:
             raise DataError(f"request id {request.request_id!r} is in flight already; ids must be unique")
+
+    def _raise_if_not_accepting(self) -> None:
+        self._raise_if_dead()
+        if not self._now.accepts:
+            why = "it sleeps" if self._now.asleep else "no weights committed yet"
+            raise StateError(f"replica {self._replica_id} cannot generate: {why}; sync the weights first")
 
     def _begin_update(self) -> None:
         """Declare the weights invalid, until `_committed`."""
@@ -347,13 +371,10 @@ class VLLMEngine:
         return StateError(f"replica {self._replica_id} holds version {version}, and {wanted} is the oldest wanted")
 
     async def _control(self, call: Awaitable[T], subject: str) -> T:
-        return await bounded(
-            self._alive(call),
-            subject=subject,
-            holder=self._replica_id,
-            deadline=Deadline.after(self._clock, _CONTROL_LIMIT_S),
-            clock=self._clock,
-        )
+        return await self._in_time(self._alive(call), subject, Deadline.after(self._clock, _CONTROL_LIMIT_S))
+
+    async def _in_time(self, call: Awaitable[T], subject: str, deadline: Deadline) -> T:
+        return await bounded(call, subject=subject, holder=self._replica_id, deadline=deadline, clock=self._clock)
 
     async def _alive(self, call: Awaitable[T]) -> T:
         """Await a call of vLLM; its death is noted, and named."""
@@ -369,6 +390,9 @@ class VLLMEngine:
 if TYPE_CHECKING:
 
     def _is_engine(x: VLLMEngine) -> Engine:
+        return x
+
+    def _supports_openai(x: VLLMEngine) -> SupportsOpenAI:
         return x
 
     def _checks_settings(x: type[VLLMEngine]) -> type[ChecksSettings]:

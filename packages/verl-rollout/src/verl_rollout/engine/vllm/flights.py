@@ -1,10 +1,12 @@
-"""One request on its way through vLLM, and how long any was on its way."""
+"""One request on its way through vLLM, how long any was on its way, and the condition of the engine meanwhile."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from verl_rollout.engine.vllm.answers import Updates
 
 if TYPE_CHECKING:
     import asyncio
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
     from verl_contracts.tokens import SamplingParams
 
-__all__ = ["BusyTime", "InFlight", "sampling_parameters", "tells_versions"]
+__all__ = ["BusyTime", "Condition", "InFlight", "sampling_parameters", "tells_versions"]
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +32,23 @@ class InFlight:
     """Why it was cut, if it was."""
     given: bool = False
     """Whether vLLM has it."""
+
+
+@dataclass(slots=True)
+class Condition:
+    """What an engine may do now."""
+
+    open: bool = True
+    """Whether the gate is."""
+    quiet: bool = False
+    """Whether vLLM has said that it decodes nothing."""
+    accepts: bool = False
+    """Whether weights were committed before; if so, a request may wait for the next ones."""
+    asleep: bool = False
+    cache_asleep: bool = False
+    closing: bool = False
+    error: Exception | None = None
+    updates: Updates = field(default_factory=Updates)
 
 
 @dataclass(slots=True)

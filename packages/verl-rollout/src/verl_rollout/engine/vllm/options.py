@@ -68,7 +68,11 @@ class VLLMOptions:
     Unpinned replicas are slower than half of one.
     """
     openai_server: bool = False
-    """Serve the OpenAI-compatible endpoint, on loopback and with a bearer token."""
+    """Serve the OpenAI-compatible endpoint, with a bearer token. The model's folder needs a tokenizer then."""
+    openai_host: str = "127.0.0.1"
+    """Address that the endpoint listens at. What comes there is not encrypted."""
+    openai_args: Mapping[str, object] = field(default_factory=dict)
+    """Further arguments of `vllm serve` that say how it answers, such as `tool_call_parser` or `chat_template`."""
     report_interval: int = 16
     """Tokens after which vLLM hands over what it has: what is left of a sequence when its engine dies."""
     start_limit_s: float = 600.0
