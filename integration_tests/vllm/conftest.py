@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 pytest.importorskip("vllm", reason="these tests need vLLM: tools/nox -s tests-rollout-vllm")
 
-from shared import end_all, tiny_model  # noqa: E402 - after the skip
+from chats import save_tokenizer  # noqa: E402 - after the skip
+from shared import end_all, tiny_model  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,3 +39,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
 def other(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     """Return other weights of the same shapes."""
     return tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def words(tiny: tuple[Path, PreTrainedModel]) -> tuple[Path, PreTrainedModel]:
+    """Return the tiny model, with a tokenizer beside it."""
+    save_tokenizer(tiny[0])
+    return tiny

@@ -19,9 +19,11 @@ from verl_contracts.rollout import (
     DEAD,
     INVALID,
     KEEP,
+    OPENAI,
     PAUSED,
     SERVING,
     SLEEP,
+    OpenAIEndpoint,
     PauseMode,
     ReplicaState,
     ReplicaStatus,
@@ -91,6 +93,7 @@ class Script:
     """Tokens after which each attempt in turn comes back aborted; later attempts do not."""
     fails_to_start: bool = False
     fails_to_load: bool = False
+    speaks_openai: bool = False
 
 
 @dataclass(slots=True)
@@ -273,7 +276,10 @@ class ScriptedEngine:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        return frozenset({SLEEP, KEEP})
+        return frozenset({SLEEP, KEEP, OPENAI} if self.script.speaks_openai else {SLEEP, KEEP})
+
+    async def openai_endpoint(self, *, deadline: Deadline) -> OpenAIEndpoint:
+        return OpenAIEndpoint(base_url=f"http://{self._id}/v1", api_key="key", model="scripted")
 
     @property
     def receiver_host(self) -> WeightReceiverHost:

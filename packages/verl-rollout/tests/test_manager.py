@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from service_fakes import World, request, settings, world
@@ -19,7 +19,7 @@ from verl_rollout.manager import ReplicaManager
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from verl_contracts.rollout import RolloutSettings
+    from verl_contracts.rollout import RolloutSettings, SupportsOpenAI
     from verl_contracts.runtime import DeviceGrant
 
 
@@ -81,6 +81,21 @@ def test_replicas_on_a_grant_take_one_place_per_devices_and_never_release_it() -
         await manager.close(deadline=here.within(60.0))
         assert placed(here) == {"trainer": 3}
         assert live(here) == []
+
+    play(case)
+
+
+def test_addresses_are_those_of_the_replicas_that_answer_the_openai_protocol() -> None:
+    async def case(here: World) -> None:
+        manager = await here.manager(settings({"rollout-1": {"speaks_openai": True}}))
+        assert manager.addresses() == ("http://rollout-1/v1",)
+        mute, speaking = (cast("SupportsOpenAI", replica) for replica in manager.replicas())
+        endpoint = await speaking.openai_endpoint(deadline=here.within(5.0))
+        assert (endpoint.base_url, endpoint.api_key) == ("http://rollout-1/v1", "key")
+        with pytest.raises(StateError, match="rollout-0 does not answer the OpenAI protocol"):
+            await mute.openai_endpoint(deadline=here.within(5.0))
+        await manager.remove(["rollout-1"], deadline=here.within(60.0))
+        assert manager.addresses() == ()
 
     play(case)
 

@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 
     from verl_contracts.rollout import ReplicaStatus
 
-__all__ = ["EXCHANGE", "HEALTH", "LAST_VERSION_HEADER", "ROUTES", "VERSION_HEADER", "Exchange", "Guard"]
+__all__ = [
+    "EXCHANGE",
+    "HEALTH",
+    "LAST_VERSION_HEADER",
+    "ROUTES",
+    "VERSION_HEADER",
+    "Exchange",
+    "Guard",
+    "Message",
+    "Receive",
+    "Send",
+]
 
 Message: TypeAlias = MutableMapping[str, object]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
