@@ -322,7 +322,7 @@ def bench(session: nox.Session) -> None:
 def bench_vllm(session: nox.Session) -> None:
     """Those claims about speed that need vLLM."""
     python, model = vllm_environment(session)
-    rows = ("manager_vs_bare_vllm", "manager_vs_bare_vllm_tiny", "vllm2_vs_generate")
+    rows = ("manager_vs_bare_vllm", "manager_vs_bare_vllm_tiny", "vllm2_vs_generate", "update_in_flight_vs_bare_vllm")
     arguments = session.posargs or [part for row in rows for part in ("--row", row)]
     env = {"PYTHONPATH": str(ROOT / "tools"), "VERL_SMOLLM2": str(model)}
     session.run(python, "-m", "bench", *arguments, env=env)

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from bench.core import BenchError, Conditions
 from bench.results import RESULTS, describe_machine, write_report
-from bench.rows import BENCHMARKS, vllm
+from bench.rows import BENCHMARKS, NEED_VLLM
+from bench.vllm_serving import installed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measurable() -> list[str]:
     """Return all claims but those of an engine that is not installed here; what is left out is said."""
-    left_out = [] if vllm.installed() else [benchmark.name for benchmark in vllm.BENCHMARKS]
+    left_out = [] if installed() else [benchmark.name for benchmark in NEED_VLLM]
     if left_out:
         print(f"left out, for they need vLLM (tools/nox -s bench-vllm): {', '.join(left_out)}")
     return [benchmark.name for benchmark in BENCHMARKS if benchmark.name not in left_out]

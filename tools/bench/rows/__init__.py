@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.rows import embedded, orchestration, shm, starts, trainers, vllm
+from bench.rows import embedded, orchestration, shm, starts, trainers, vllm, vllm_updates
 
 if TYPE_CHECKING:
     from bench.core import Benchmark
 
-__all__ = ["BENCHMARKS"]
+__all__ = ["BENCHMARKS", "NEED_VLLM"]
+
+NEED_VLLM: tuple[Benchmark, ...] = (*vllm.BENCHMARKS, *vllm_updates.BENCHMARKS)
+"""Those that an environment without vLLM leaves out."""
 
 BENCHMARKS: tuple[Benchmark, ...] = (
     *starts.BENCHMARKS,
@@ -20,5 +23,5 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     *embedded.BENCHMARKS,
     *orchestration.BENCHMARKS,
     *trainers.BENCHMARKS,
-    *vllm.BENCHMARKS,
+    *NEED_VLLM,
 )
