@@ -180,6 +180,11 @@ def _pack_tied(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(layer)
 
 
+def _without_wrapper(name: str) -> str:
+    """Return the name of a parameter in a model without adapters: with them, each layer lies inside a wrapper."""
+    return name.replace(".base_layer.", ".")
+
+
 class _LoadsWeights(Protocol):
     """Every model of vLLM."""
 
@@ -194,7 +199,8 @@ class _Target:
     def __init__(self, model: torch.nn.Module, device: torch.device, *, tied: bool) -> None:
         self._model = model
         self._device = device
-        self._wanted = {name for name, _ in model.named_parameters() if not (tied and name.startswith("lm_head."))}
+        names = (_without_wrapper(name) for name, _ in model.named_parameters())
+        self._wanted = {name for name in names if not (tied and name.startswith("lm_head."))}
 
     def load(self, items: Iterable[tuple[TensorMeta, torch.Tensor]], /) -> LoadReport:
         """Load each tensor. Raises `WeightSyncError` naming the tensor that does not fit, or what did not arrive."""
@@ -213,7 +219,7 @@ class _Target:
         except Exception as exc:
             last = names[-1] if names else None
             raise WeightSyncError("transfer", f"vLLM could not load it: {type(exc).__name__}: {exc}", last) from exc
-        if isinstance(loaded, set) and (missing := self._wanted - loaded):
+        if isinstance(loaded, set) and (missing := self._wanted - {_without_wrapper(name) for name in loaded}):
             raise WeightSyncError("transfer", f"{len(missing)} parameters of vLLM's were not loaded: {some(missing)}")
         return LoadReport(loaded=tuple(names))
 
