@@ -23,6 +23,7 @@ __all__ = [
     "FAILURE",
     "INVALID",
     "KEEP",
+    "LORA",
     "OPENAI",
     "PAUSED",
     "SERVING",
@@ -42,6 +43,7 @@ __all__ = [
     "ReplicaState",
     "ReplicaStatus",
     "RolloutSettings",
+    "SupportsLora",
     "SupportsOpenAI",
     "SupportsSleep",
 ]
@@ -62,6 +64,8 @@ KEEP = Capability("keep")
 """It can be paused with `keep`, and tells which tokens came after the update."""
 OPENAI = Capability("openai")
 """It `SupportsOpenAI`."""
+LORA = Capability("lora")
+"""It `SupportsLora`. One that does not claim it refuses a request with an adapter by `DataError`."""
 
 LeaseOutcome = NewType("LeaseOutcome", str)
 SUCCESS = LeaseOutcome("success")
@@ -175,6 +179,37 @@ class SupportsOpenAI(Protocol):
 
     async def openai_endpoint(self, *, deadline: Deadline) -> OpenAIEndpoint:
         """Return where; the first call starts the server."""
+        ...
+
+
+class SupportsLora(Protocol):
+    """A replica that can answer with a LoRA adapter over its weights, and claims `LORA`.
+
+    A request names its adapter; one that is not loaded is refused by `DataError`. An adapter is what its folder held
+    when it was loaded, whatever becomes of the folder. It outlives weight syncs and sleep: afterwards it lies over the
+    new weights. A replica that is started anew holds none.
+
+    Spans tell the version of the weights below an adapter, and nothing of the adapter: give another one another name.
+    """
+
+    async def load_adapter(self, name: str, /, *, folder: str, deadline: Deadline) -> None:
+        """Load an adapter in PEFT's format, `adapter_config.json` and `adapter_model.safetensors`, from a folder.
+
+        The replica reads the folder, not the caller. Idempotent for the same files. Raises `DataError` when they are
+        not there, when their rank is above the replica's limit, or when they are made for another model; `StateError`
+        when the name stands for other files, when there is no room for one more, or when the replica is asleep.
+        """
+        ...
+
+    async def unload_adapter(self, name: str, /, *, deadline: Deadline) -> None:
+        """Let requests that run with it end, and forget it; from the call on, others are refused.
+
+        Harmless when it is unknown. At the deadline `WaitTimeout` is raised, and it stays loaded.
+        """
+        ...
+
+    async def adapters(self, *, deadline: Deadline) -> Sequence[str]:
+        """Return the names of those that are loaded, in order of loading."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from references import Admission, Agents, Balancer, Length, Store
@@ -78,6 +79,9 @@ class ReplicaSubject(ReplicaSuite):
     async def commit(self, replica: Replica, version: int, *, keep_cache: bool) -> None:
         assert isinstance(replica, ScriptedReplica)
         replica.commit(version, keep_cache=keep_cache)
+
+    def adapter_folder(self) -> str:
+        return str(Path(__file__).parents[1] / "adapter")
 
 
 class RuntimeSubject(RuntimeSuite):

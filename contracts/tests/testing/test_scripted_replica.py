@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -50,6 +51,9 @@ class TestScriptedReplica(ReplicaSuite):
 
     async def commit(self, replica: Replica, version: int, *, keep_cache: bool) -> None:
         await _commit(replica, version, self.clock, keep_cache=keep_cache)
+
+    def adapter_folder(self) -> str:
+        return str(Path(__file__).parents[1] / "adapter")
 
 
 class TestScriptedReplicaInRealTime(TestScriptedReplica):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_contracts.errors import ActorFailed, StateError
+from verl_contracts.errors import ActorFailed, DataError, StateError
 from verl_contracts.failures import FailureRecord
-from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, PAUSED, SERVING, SLEEP, ReplicaStatus
+from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, LORA, PAUSED, SERVING, SLEEP, ReplicaStatus
 from verl_contracts.testing.scripted_hosts import ScriptedReceiverHost
 from verl_contracts.tokens import SAMPLED, AbortedCompletion, Completion, VersionSpan
 from verl_contracts.waits import bounded
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from verl_contracts.clock import Clock, Deadline
-    from verl_contracts.rollout import Capability, PauseMode, Replica, ReplicaState, SupportsSleep
+    from verl_contracts.rollout import Capability, PauseMode, Replica, ReplicaState, SupportsLora, SupportsSleep
     from verl_contracts.tokens import GenerationRequest
 
 __all__ = ["Script", "ScriptedReplica", "default_answer"]
@@ -56,7 +57,7 @@ class _Running:
 
 
 class ScriptedReplica:
-    """A `Replica` that `SupportsSleep`."""
+    """A `Replica` that `SupportsSleep` and `SupportsLora`; its adapters are names that change no answer."""
 
     def __init__(self, replica_id: str, *, clock: Clock, capacity: int = 4, script: Script | None = None) -> None:
         self._id = replica_id
@@ -72,6 +73,7 @@ class ScriptedReplica:
         self._waiting = 0
         self._tokens = 0
         self._changed = asyncio.Event()
+        self._adapters: dict[str, Path] = {}
         self.requests: list[GenerationRequest] = []
         """Every request that arrived, in order."""
 
@@ -87,8 +89,8 @@ class ScriptedReplica:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """Sleeping and keeping."""
-        return frozenset({SLEEP, KEEP})
+        """Sleeping, keeping and adapters."""
+        return frozenset({SLEEP, KEEP, LORA})
 
     @property
     def receiver_host(self) -> ScriptedReceiverHost:
@@ -105,6 +107,7 @@ class ScriptedReplica:
         if number in self._script.failures:
             raise self._script.failures[number]
         self._check_servable(request)
+        self._check_adapter(request)
         return await bounded(
             self._serve(request),
             subject=f"request {request.request_id}",
@@ -119,6 +122,7 @@ class ScriptedReplica:
             await self._until(lambda: self._paused is None and len(self._running) < self._capacity)
         finally:
             self._waiting -= 1
+        self._check_adapter(request)
         running = _Running(request=request, kv_version=self._check_servable(request))
         self._running[request.request_id] = running
         try:
@@ -248,6 +252,38 @@ class ScriptedReplica:
         self._check_alive()
         self._asleep = False
 
+    async def load_adapter(self, name: str, /, *, folder: str, deadline: Deadline) -> None:
+        """Know a name, if its folder holds an adapter."""
+        self._check_alive()
+        path = _adapter_in(folder)
+        if self._asleep:
+            raise StateError(f"{self._id} is asleep: wake it first")
+        if self._adapters.setdefault(name, path) != path:
+            raise StateError(f"{self._id} has {name!r} from {self._adapters[name]}: unload that first")
+
+    async def unload_adapter(self, name: str, /, *, deadline: Deadline) -> None:
+        """Forget a name, when nothing runs with it."""
+        self._check_alive()
+        path = self._adapters.pop(name, None)
+        if path is None:
+            return
+        try:
+            await bounded(
+                self._until(lambda: all(running.request.adapter != name for running in self._running.values())),
+                subject=f"the end of requests with adapter {name}",
+                holder=lambda: ", ".join(self._running),
+                deadline=deadline,
+                clock=self._clock,
+            )
+        except BaseException:
+            self._adapters.setdefault(name, path)
+            raise
+
+    async def adapters(self, *, deadline: Deadline) -> Sequence[str]:
+        """Return the names."""
+        self._check_alive()
+        return tuple(self._adapters)
+
     def die(self, cause: str) -> None:
         """Be dead from now on: every call raises `ActorFailed`, those under way too."""
         if self._dead is None:
@@ -279,6 +315,10 @@ class ScriptedReplica:
             raise StateError(f"{self._id} holds version {self._version}, the request wants {request.min_version}")
         return self._version
 
+    def _check_adapter(self, request: GenerationRequest) -> None:
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise DataError(f"{self._id} has no adapter {request.adapter!r}: load it first")
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -291,6 +331,13 @@ class ScriptedReplica:
         self._check_alive()
 
 
+def _adapter_in(folder: str) -> Path:
+    path = Path(folder).resolve()
+    if not (path / "adapter_config.json").is_file():
+        raise DataError(f"there is no adapter in {folder}")
+    return path
+
+
 def _logprobs(request: GenerationRequest, count: int) -> tuple[float, ...]:
     return tuple(-0.1 - 0.01 * (request.resumed_tokens + position) for position in range(count))
 
@@ -301,4 +348,7 @@ if TYPE_CHECKING:
         return x
 
     def _sleeps(x: ScriptedReplica) -> SupportsSleep:
+        return x
+
+    def _adapts(x: ScriptedReplica) -> SupportsLora:
         return x

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import pytest
 
 from verl_contracts.clock import Deadline
-from verl_contracts.errors import StateError, WaitTimeout
-from verl_contracts.rollout import ASLEEP, INVALID, KEEP, PAUSED, SERVING, SLEEP
+from verl_contracts.errors import DataError, StateError, WaitTimeout
+from verl_contracts.rollout import ASLEEP, INVALID, KEEP, LORA, PAUSED, SERVING, SLEEP
 from verl_contracts.testing.suites.base import ContractSuite
 from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest, SampleKey, SamplingParams
 from verl_contracts.waits import bounded
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from verl_contracts.clock import Clock
-    from verl_contracts.rollout import PauseMode, Replica, ReplicaStatus, SupportsSleep
+    from verl_contracts.rollout import PauseMode, Replica, ReplicaStatus, SupportsLora, SupportsSleep
 
 __all__ = ["ReplicaSuite", "check_completion"]
 
@@ -60,15 +60,20 @@ class ReplicaSuite(ContractSuite, abc.ABC, suite=True):
     def commit(self, replica: Replica, version: int, *, keep_cache: bool) -> Awaitable[None]:
         """Bring the weights of `version` to a paused or a fresh `replica`, through its receiver host."""
 
+    def adapter_folder(self) -> str:
+        """Return a folder with an adapter that fits. For replicas that claim `LORA`, which then must have this."""
+        raise NotImplementedError("the replica claims LORA: write `adapter_folder` in the subclass of the suite")
+
     def _soon(self, clock: Clock) -> Deadline:
         return Deadline.after(clock, self.reaction_s)
 
-    def _request(self, name: str, max_tokens: int) -> GenerationRequest:
+    def _request(self, name: str, max_tokens: int, adapter: str | None = None) -> GenerationRequest:
         return GenerationRequest(
             request_id=name,
             prompt_ids=self.prompt_ids,
             sampling=SamplingParams(max_tokens=max_tokens),
             key=SampleKey(uid="0-0-0", sample=0, turn=0),
+            adapter=adapter,
         )
 
     async def _status(self, replica: Replica, clock: Clock) -> ReplicaStatus:
@@ -91,16 +96,16 @@ class ReplicaSuite(ContractSuite, abc.ABC, suite=True):
         await replica.resume(deadline=self._soon(clock))
 
     def _start(
-        self, replica: Replica, clock: Clock, name: str, max_tokens: int
+        self, replica: Replica, clock: Clock, name: str, max_tokens: int, adapter: str | None = None
     ) -> asyncio.Task[Completion | AbortedCompletion]:
         deadline = Deadline.after(clock, 4 * self.reaction_s)
-        return asyncio.create_task(replica.generate(self._request(name, max_tokens), deadline=deadline))
+        return asyncio.create_task(replica.generate(self._request(name, max_tokens, adapter), deadline=deadline))
 
     async def _running(
-        self, replica: Replica, clock: Clock, name: str = "long"
+        self, replica: Replica, clock: Clock, name: str = "long", adapter: str | None = None
     ) -> asyncio.Task[Completion | AbortedCompletion]:
         before = (await self._status(replica, clock)).generated_tokens
-        task = self._start(replica, clock, name, self.long_tokens)
+        task = self._start(replica, clock, name, self.long_tokens, adapter)
         await self._until(replica, clock, "first tokens", lambda s: s.generated_tokens > before + 2)
         assert not task.done(), "long_tokens is too small: the generation ended before the test could act"
         return task
@@ -286,5 +291,59 @@ class ReplicaSuite(ContractSuite, abc.ABC, suite=True):
                 await replica.resume(deadline=self._soon(clock))
                 done = await replica.generate(self._request("r", 3), deadline=self._soon(clock))
                 assert {span.version for span in done.spans} == {2}
+
+        self.run(case)
+
+    def test_request_for_an_adapter_that_is_not_there_is_refused(self) -> None:
+        async def case(clock: Clock) -> None:
+            async with self.opened(clock) as replica:
+                await self._sync(replica, clock, 1)
+                before = (await self._status(replica, clock)).generated_tokens
+                with pytest.raises(DataError) as caught:
+                    await replica.generate(self._request("r", 3, "nowhere"), deadline=self._soon(clock))
+                assert "nowhere" in str(caught.value), "the refusal must name the adapter"
+                assert "\n" not in str(caught.value)
+                status = await self._status(replica, clock)
+                assert (status.running, status.waiting, status.generated_tokens) == (0, 0, before)
+                done = await replica.generate(self._request("r", 3), deadline=self._soon(clock))
+                assert isinstance(done, Completion), "the policy itself still answers"
+
+        self.run(case)
+
+    def test_adapter_answers_until_it_is_unloaded(self) -> None:
+        async def case(clock: Clock) -> None:
+            async with self.opened(clock) as replica:
+                if LORA not in replica.capabilities:
+                    pytest.skip("the replica does not claim to take adapters")
+                adapting, folder = cast("SupportsLora", replica), self.adapter_folder()
+
+                async def names() -> tuple[str, ...]:
+                    return tuple(await adapting.adapters(deadline=self._soon(clock)))
+
+                await self._sync(replica, clock, 1)
+                with pytest.raises(DataError):
+                    await adapting.load_adapter("a", folder=f"{folder}/nowhere", deadline=self._soon(clock))
+                await adapting.unload_adapter("a", deadline=self._soon(clock))
+                assert await names() == ()
+                for _ in range(2):
+                    await adapting.load_adapter("a", folder=folder, deadline=self._soon(clock))
+                    assert await names() == ("a",)
+                for version in (1, 2):
+                    done = await replica.generate(self._request("r", 3, "a"), deadline=self._soon(clock))
+                    assert isinstance(done, Completion)
+                    assert {span.version for span in done.spans} == {version}
+                    await self._sync(replica, clock, version + 1)
+                    assert await names() == ("a",), "an adapter outlives a sync"
+                task = await self._running(replica, clock, adapter="a")
+                with pytest.raises(WaitTimeout):
+                    await adapting.unload_adapter("a", deadline=Deadline.after(clock, 0.01))
+                assert await names() == ("a",), "an unload that was given up leaves it loaded"
+                await replica.abort(["long"], deadline=self._soon(clock))
+                assert isinstance(await task, AbortedCompletion)
+                for _ in range(2):
+                    await adapting.unload_adapter("a", deadline=self._soon(clock))
+                    assert await names() == ()
+                with pytest.raises(DataError):
+                    await replica.generate(self._request("r", 3, "a"), deadline=self._soon(clock))
 
         self.run(case)
