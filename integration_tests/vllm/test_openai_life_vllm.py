@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import multiprocessing
 import socket
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
@@ -23,17 +25,16 @@ from verl_contracts.testing.events import RecordingEvents
 from verl_contracts.testing.tensors import ListSource
 from verl_rollout.engine.vllm import openai_server
 from verl_rollout.engine.vllm.engine import VLLMEngine
-from verl_rollout.engine.vllm.openai_guard import VERSION_HEADER
 from verl_rollout.engine.vllm.options import VLLMOptions
 from verl_rollout.manager import ReplicaManager
 from verl_runtime.local import LocalRuntime
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedModel
 
     from verl_contracts.rollout import SupportsOpenAI
+
+README = Path(__file__).parents[2] / "packages" / "verl-rollout" / "README.md"
 
 
 def test_only_who_has_the_key_may_ask_and_only_for_what_is_listed(words: tuple[Path, PreTrainedModel]) -> None:
@@ -116,13 +117,22 @@ def test_a_manager_starts_the_endpoints_and_gives_their_addresses(words: tuple[P
             await replica.pause("abort", deadline=soon())
             await send(replica.receiver_host, ListSource(weights_of(words[1])), 5)
             await replica.resume(deadline=soon())
-            async with client_of(endpoint) as client:
-                assert (await ask(client, endpoint.model))[1][VERSION_HEADER] == "5"
+            said: dict[str, object] = {"manager": manager, "openai": openai, "deadline": soon()}
+            await said_in_readme(said)
+            assert said["version"] == "5"
+            assert said["text"]
             await manager.close(deadline=soon())
         finally:
             await runtime.close(deadline=soon())
 
     on_loop(case())
+
+
+async def said_in_readme(names: dict[str, object]) -> None:
+    """Run the README's example."""
+    (example,) = README.read_text(encoding="utf-8").split("```python\n")[1:]
+    code = compile(example.split("```")[0], str(README), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    await eval(code, names)
 
 
 def test_an_engine_without_the_option_has_no_endpoint(tiny: tuple[Path, PreTrainedModel]) -> None:
