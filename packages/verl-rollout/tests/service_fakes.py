@@ -19,6 +19,7 @@ from verl_contracts.rollout import (
     DEAD,
     INVALID,
     KEEP,
+    LORA,
     OPENAI,
     PAUSED,
     SERVING,
@@ -57,6 +58,7 @@ from verl_contracts.weights import (
 )
 from verl_rollout.engine.base import Engine, NoOptions
 from verl_rollout.engine.receiving import InProcessReceiverHost
+from verl_rollout.engine.requests import check_adapter
 from verl_rollout.manager import ReplicaManager
 from verl_rollout.replica.actor import ReplicaActor
 
@@ -94,6 +96,7 @@ class Script:
     fails_to_start: bool = False
     fails_to_load: bool = False
     speaks_openai: bool = False
+    takes_adapters: bool = False
 
 
 @dataclass(slots=True)
@@ -139,6 +142,7 @@ class ScriptedEngine:
         self._freezing = False
         self._asleep = False
         self._death: Exception | None = None
+        self._adapters: dict[str, str] = {}
 
     @classmethod
     def create(cls, settings: RolloutSettings, /, *, replica_id: str, rank: int, clock: Clock) -> Self:
@@ -162,6 +166,7 @@ class ScriptedEngine:
             raise ConfigError("scripted: no public method 'generate'")
         if len(request.prompt_ids) + request.sampling.max_tokens > self._max_model_len:
             raise DataError(f"{len(request.prompt_ids)} + {request.sampling.max_tokens} tokens > {self._max_model_len}")
+        check_adapter(request, self._adapters if self.script.takes_adapters else None)
         if self._version is None or self._version < request.min_version:
             raise StateError(f"version {self._version} < {request.min_version}")
         if self.script.empty:
@@ -276,10 +281,20 @@ class ScriptedEngine:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        return frozenset({SLEEP, KEEP, OPENAI} if self.script.speaks_openai else {SLEEP, KEEP})
+        more = {OPENAI: self.script.speaks_openai, LORA: self.script.takes_adapters}
+        return frozenset({SLEEP, KEEP, *(name for name, true in more.items() if true)})
 
     async def openai_endpoint(self, *, deadline: Deadline) -> OpenAIEndpoint:
         return OpenAIEndpoint(base_url=f"http://{self._id}/v1", api_key="key", model="scripted")
+
+    async def load_adapter(self, name: str, /, *, folder: str, deadline: Deadline) -> None:
+        self._adapters[name] = folder
+
+    async def unload_adapter(self, name: str, /, *, deadline: Deadline) -> None:
+        self._adapters.pop(name, None)
+
+    async def adapters(self, *, deadline: Deadline) -> Sequence[str]:
+        return list(self._adapters)
 
     @property
     def receiver_host(self) -> WeightReceiverHost:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ from verl_contracts.tokens import AbortedCompletion, Completion
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from verl_contracts.rollout import BalancerRow
+    from verl_contracts.rollout import BalancerRow, SupportsLora
     from verl_rollout.manager import ReplicaManager
 
 
@@ -240,6 +240,30 @@ def test_pause_of_a_sync_is_not_noticed_by_the_caller() -> None:
         await here.sync(manager.replicas()[0], 1)
         reply = whole(await task)
         assert [(span.version, span.start, span.end) for span in reply.spans] == [(0, 0, 3), (1, 3, 6)]
+
+    play(case)
+
+
+def test_adapter_is_asked_for_in_every_attempt() -> None:
+    async def case(here: World) -> None:
+        scripts = {"*": {"takes_adapters": True, "abort_after": (2, 1)}}
+        manager = await here.serving(settings(scripts, num_replicas=1))
+        adapting = cast("SupportsLora", manager.replicas()[0])
+        await adapting.load_adapter("a", folder="somewhere", deadline=here.within(5.0))
+        asked = replace(request(0), adapter="a")
+        whole(await manager.client().generate(asked, deadline=here.within(60.0)))
+        requests = here.engine("rollout-0").requests
+        assert [(each.resumed_tokens, each.adapter) for each in requests] == [(0, "a"), (2, "a"), (3, "a")]
+
+    play(case)
+
+
+def test_unknown_adapter_is_no_failure_of_a_replica() -> None:
+    async def case(here: World) -> None:
+        manager = await here.serving(settings())
+        with pytest.raises(DataError, match="asks for adapter 'a', and this replica takes none"):
+            await manager.client().generate(replace(request(0), adapter="a"), deadline=here.within(60.0))
+        assert {row.state for row in (await rows(here, manager)).values()} == {"active"}
 
     play(case)
 

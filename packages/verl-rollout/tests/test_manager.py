@@ -10,7 +10,7 @@ from service_fakes import World, request, settings, world
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import ActorFailed, ConfigError, NoHealthyReplica, PluginError, ResourcesError, StateError
 from verl_contracts.plugins import families, load_plugin
-from verl_contracts.rollout import DEAD, INVALID, PAUSED, SERVING
+from verl_contracts.rollout import DEAD, INVALID, LORA, PAUSED, SERVING
 from verl_contracts.runtime import Bundle, PlacementRequest
 from verl_contracts.testing.virtual import run_virtual
 from verl_contracts.weights import Manifest, Plan
@@ -19,7 +19,7 @@ from verl_rollout.manager import ReplicaManager
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from verl_contracts.rollout import RolloutSettings, SupportsOpenAI
+    from verl_contracts.rollout import RolloutSettings, SupportsLora, SupportsOpenAI
     from verl_contracts.runtime import DeviceGrant
 
 
@@ -81,6 +81,27 @@ def test_replicas_on_a_grant_take_one_place_per_devices_and_never_release_it() -
         await manager.close(deadline=here.within(60.0))
         assert placed(here) == {"trainer": 3}
         assert live(here) == []
+
+    play(case)
+
+
+def test_adapters_reach_the_replicas_that_claim_them() -> None:
+    async def case(here: World) -> None:
+        manager = await here.manager(settings({"rollout-1": {"takes_adapters": True}}))
+        plain, adapting = (cast("SupportsLora", replica) for replica in manager.replicas())
+        assert [LORA in replica.capabilities for replica in manager.replicas()] == [False, True]
+        limit = here.within(5.0)
+        await adapting.load_adapter("a", folder="somewhere", deadline=limit)
+        assert await adapting.adapters(deadline=limit) == ("a",)
+        await adapting.unload_adapter("a", deadline=limit)
+        assert await adapting.adapters(deadline=limit) == ()
+        for call in (
+            plain.load_adapter("a", folder="somewhere", deadline=limit),
+            plain.unload_adapter("a", deadline=limit),
+            plain.adapters(deadline=limit),
+        ):
+            with pytest.raises(StateError, match="rollout-0 takes no adapters"):
+                await call
 
     play(case)
 

@@ -7,13 +7,21 @@ from typing import TYPE_CHECKING
 from verl_contracts.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from verl_contracts.tokens import GenerationRequest
 
-__all__ = ["check_request"]
+__all__ = ["check_adapter", "check_request"]
 
 
-def check_request(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Raise `DataError` for a request that is too long, has no prompt of its own, or uses ids that there are not."""
+def check_request(
+    request: GenerationRequest, *, max_model_len: int, vocab_size: int, adapters: Collection[str] | None = None
+) -> None:
+    """Raise `DataError` for a request that is too long, has no prompt of its own, or uses what there is not.
+
+    These are ids beyond the vocabulary, and an adapter not among `adapters`; None when the engine takes none at all.
+    """
+    check_adapter(request, adapters)
     length, new = len(request.prompt_ids), request.sampling.max_tokens
     if length + new > max_model_len:
         raise DataError(
@@ -31,3 +39,14 @@ def check_request(request: GenerationRequest, *, max_model_len: int, vocab_size:
             f"request {request.request_id!r} has token ids {low}..{high}, the model's are 0..{vocab_size - 1}; is this "
             "the model's tokenizer?"
         )
+
+
+def check_adapter(request: GenerationRequest, adapters: Collection[str] | None) -> None:
+    """Raise `DataError` for a request whose adapter is not among `adapters`."""
+    if request.adapter is None or (adapters is not None and request.adapter in adapters):
+        return
+    if adapters is None:
+        known = "this replica takes none; choose an engine that claims 'lora'"
+    else:
+        known = f"loaded are {', '.join(adapters)}" if adapters else "none is loaded"
+    raise DataError(f"request {request.request_id!r} asks for adapter {request.adapter!r}, and {known}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from verl_contracts.errors import ActorFailed, StateError
 from verl_contracts.failures import FailureRecord
 from verl_contracts.plugins import load_plugin
-from verl_contracts.rollout import DEAD, OPENAI
+from verl_contracts.rollout import DEAD, LORA, OPENAI
 from verl_contracts.tokens import Completion
 from verl_rollout.engine.receiving import receiver_class
 from verl_rollout.engine_family import ENGINE, ENGINE_KEY
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PauseMode,
         ReplicaStatus,
         RolloutSettings,
+        SupportsLora,
         SupportsOpenAI,
     )
     from verl_contracts.runtime import ActorContext
@@ -97,6 +98,18 @@ class ReplicaActor:
             )
         return await cast("SupportsOpenAI", self._engine).openai_endpoint(deadline=deadline)
 
+    async def load_adapter(self, name: str, folder: str, deadline: Deadline) -> None:
+        """Load a LoRA adapter from a folder of this process's machine."""
+        await self._adapting().load_adapter(name, folder=folder, deadline=deadline)
+
+    async def unload_adapter(self, name: str, deadline: Deadline) -> None:
+        """Forget a LoRA adapter when nothing runs with it."""
+        await self._adapting().unload_adapter(name, deadline=deadline)
+
+    async def adapters(self, deadline: Deadline) -> tuple[str, ...]:
+        """Return the names of the LoRA adapters."""
+        return tuple(await self._adapting().adapters(deadline=deadline))
+
     async def receiver_prepare(self, manifest: Manifest, session: str, deadline: Deadline) -> tuple[EndpointInfo, ...]:
         """Create what the sender needs in order to connect, on every rank of the engine."""
         return tuple(await self._engine.receiver_host.prepare(manifest, session=session, deadline=deadline))
@@ -120,6 +133,11 @@ class ReplicaActor:
     async def close(self) -> None:
         """Stop the engine."""
         await self._engine.close()
+
+    def _adapting(self) -> SupportsLora:
+        if LORA not in self._engine.capabilities:
+            raise StateError(f"replica {self._replica_id} takes no adapters: its engine does not claim {LORA!r}")
+        return cast("SupportsLora", self._engine)
 
     def _died(self, exc: Exception) -> FailureRecord:
         """Report the engine's death, once; later calls name the same first cause."""

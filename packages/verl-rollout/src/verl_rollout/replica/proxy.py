@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl_contracts.clock import Deadline
-    from verl_contracts.rollout import Capability, PauseMode, Replica, SupportsOpenAI, SupportsSleep
+    from verl_contracts.rollout import Capability, PauseMode, Replica, SupportsLora, SupportsOpenAI, SupportsSleep
     from verl_contracts.runtime import ActorRef, Caller
     from verl_contracts.tokens import GenerationRequest
     from verl_contracts.weights import Manifest, Plan, WeightReceiverHost
@@ -123,6 +123,18 @@ class ReplicaProxy:
         endpoint = await self._call("openai_endpoint", {}, deadline)
         return answer(endpoint, OpenAIEndpoint, method="ReplicaActor.openai_endpoint")
 
+    async def load_adapter(self, name: str, /, *, folder: str, deadline: Deadline) -> None:
+        """Load a LoRA adapter; raises `StateError` when it does not claim `LORA`, as the other two do."""
+        await self._call("load_adapter", {"name": name, "folder": folder}, deadline)
+
+    async def unload_adapter(self, name: str, /, *, deadline: Deadline) -> None:
+        """Forget a LoRA adapter when nothing runs with it."""
+        await self._call("unload_adapter", {"name": name}, deadline)
+
+    async def adapters(self, *, deadline: Deadline) -> Sequence[str]:
+        """Return the names of the LoRA adapters."""
+        return answers(await self._call("adapters", {}, deadline), str, method="ReplicaActor.adapters")
+
     async def _call(self, method: str, arguments: dict[str, object], deadline: Deadline) -> object:
         return await self._caller.call(self._address.actor, method, arguments, deadline=deadline)
 
@@ -136,6 +148,9 @@ if TYPE_CHECKING:
         return x
 
     def _supports_openai(x: ReplicaProxy) -> SupportsOpenAI:
+        return x
+
+    def _supports_lora(x: ReplicaProxy) -> SupportsLora:
         return x
 
     def _is_host(x: ReceiverHostProxy) -> WeightReceiverHost:
