@@ -94,6 +94,11 @@ class ReplicaStatus:
     """Tokens generated since the start."""
     busy_s: float = 0.0
     """Seconds since the start in which the engine computed; the rest it was idle, paused or asleep."""
+    prompt_tokens: int = 0
+    """Prompt tokens of the requests that ended since the start, finished or cut; those that never began do not count.
+    0 also where nobody counts them."""
+    cached_prompt_tokens: int = 0
+    """Those of them whose keys and values were taken from the prefix cache, and not computed."""
 
 
 class Replica(Protocol):

@@ -21,7 +21,7 @@ from subjects import (
 
 from verl_contracts.errors import ActorFailed, NoHealthyReplica, StateError
 from verl_contracts.rewards import RewardResult
-from verl_contracts.rollout import FAILURE, SUCCESS, Lease
+from verl_contracts.rollout import FAILURE, SUCCESS, Lease, ReplicaStatus
 from verl_contracts.runtime import DeviceGrant
 from verl_contracts.samples import SCORED, GroupResult, GroupUid, SampleResult
 from verl_contracts.testing.inprocess import InProcessRuntime
@@ -319,6 +319,18 @@ class RemembersWeightsInItsSleep(ScriptedReplica):
         self._version = version
 
 
+class CountsPromptsByToken(ScriptedReplica):
+    async def status(self, *, deadline: Deadline) -> ReplicaStatus:
+        status = await super().status(deadline=deadline)
+        return replace(status, prompt_tokens=3 * status.generated_tokens)
+
+
+class FindsMoreInTheCacheThanWasAsked(ScriptedReplica):
+    async def status(self, *, deadline: Deadline) -> ReplicaStatus:
+        status = await super().status(deadline=deadline)
+        return replace(status, cached_prompt_tokens=status.prompt_tokens + 1)
+
+
 class IgnoresAdapters(ScriptedReplica):
     async def generate(self, request: GenerationRequest, /, *, deadline: Deadline) -> Completion | AbortedCompletion:
         return await super().generate(replace(request, adapter=None), deadline=deadline)
@@ -341,6 +353,8 @@ REPLICA = [
     Broken(kind=TakesAdaptersFromUnderRequests, test="test_adapter_answers_until_it_is_unloaded", says="DID NOT RAISE"),
     Broken(kind=AnswersWithoutWeights, test="test_nothing_is_generated_before_weights", says="DID NOT RAISE"),
     Broken(kind=ShortSpans, test="test_answers_are_complete_after_weights", says="spans must cover"),
+    Broken(kind=CountsPromptsByToken, test="test_answers_are_complete_after_weights", says="each prompt counts once"),
+    Broken(kind=FindsMoreInTheCacheThanWasAsked, test="test_answers_are_complete_after_weights", says="AssertionError"),
     Broken(kind=LogProbsOfThePrompt, test="test_answers_are_complete_after_weights", says="AssertionError"),
     Broken(kind=TruncatedPassesAsWhole, test="test_aborted_request_is_of_the_other_type", says="AbortedCompletion"),
     Broken(

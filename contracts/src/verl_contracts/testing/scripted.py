@@ -72,6 +72,7 @@ class ScriptedReplica:
         self._running: dict[str, _Running] = {}
         self._waiting = 0
         self._tokens = 0
+        self._prompt_tokens = 0
         self._changed = asyncio.Event()
         self._adapters: dict[str, Path] = {}
         self.requests: list[GenerationRequest] = []
@@ -129,6 +130,7 @@ class ScriptedReplica:
             return await self._decode(running)
         finally:
             del self._running[request.request_id]
+            self._prompt_tokens += len(request.prompt_ids)
             self._notify()
 
     async def _decode(self, running: _Running) -> Completion | AbortedCompletion:
@@ -226,6 +228,7 @@ class ScriptedReplica:
             running=len(self._running),
             waiting=self._waiting,
             generated_tokens=self._tokens,
+            prompt_tokens=self._prompt_tokens,
         )
 
     def _state(self) -> ReplicaState:

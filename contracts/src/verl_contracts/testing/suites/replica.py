@@ -138,6 +138,9 @@ class ReplicaSuite(ContractSuite, abc.ABC, suite=True):
                     assert {(span.version, span.kv_version) for span in done.spans} == {(3, 3)}
                     if len(done.token_ids) < max_tokens:
                         assert done.finish_reason == "stop"
+                status = await self._status(replica, clock)
+                assert status.prompt_tokens in (0, 3 * len(self.prompt_ids)), "each prompt counts once, or none does"
+                assert 0 <= status.cached_prompt_tokens <= status.prompt_tokens
 
         self.run(case)
 
