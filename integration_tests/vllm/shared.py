@@ -20,6 +20,7 @@ from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.plugins import build_config
 from verl_contracts.rollout import RolloutSettings
 from verl_contracts.testing.tensors import ListSource
+from verl_rollout.engine.vllm.causes import Causes
 from verl_rollout.engine.vllm.engine import VLLMEngine
 from verl_rollout.engine.vllm.options import VLLMOptions
 from verl_rollout.engine.vllm.starting import start
@@ -40,7 +41,7 @@ T = TypeVar("T")
 CLOCK = SystemClock()
 LOOP = asyncio.new_event_loop()
 VOCAB = 61
-_KEPT: dict[str, AsyncLLM] = {}
+_KEPT: dict[str, tuple[AsyncLLM, Causes]] = {}
 _sessions = itertools.count()
 
 
@@ -68,8 +69,10 @@ class SharedEngine(VLLMEngine):
         options = build_config(VLLMOptions, settings.engine_options, key="engine_kwargs")
         key = repr((settings, rank))
         if key not in _KEPT:
-            _KEPT[key] = start(settings, options, rank=rank)
-        return cls(_KEPT[key], settings, options, replica_id=replica_id, clock=clock)
+            causes = Causes()
+            _KEPT[key] = start(settings, options, rank=rank, causes=causes), causes
+        llm, causes = _KEPT[key]
+        return cls(llm, settings, options, causes=causes, replica_id=replica_id, clock=clock)
 
     async def close(self) -> None:
         """Leave vLLM as it was found."""
@@ -82,7 +85,7 @@ class SharedEngine(VLLMEngine):
 def end_all() -> None:
     """Stop all kept engines."""
     while _KEPT:
-        _, llm = _KEPT.popitem()
+        _, (llm, _) = _KEPT.popitem()
         llm.shutdown(30.0)
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from verl_contracts.tokens import SAMPLED, AbortedCompletion, Completion, VersionSpan
 
 if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput
+    from collections.abc import Sequence
+
+    from vllm.outputs import CompletionOutput, WeightVersionSpan
 
     from verl_contracts.tokens import GenerationRequest
 
-__all__ = ["Updates", "aborted", "completed"]
+__all__ = ["Spans", "Updates", "aborted", "completed", "told_versions"]
 
 
 @dataclass(slots=True)
@@ -37,14 +39,26 @@ class Updates:
         return max((reset for reset in self.resets if submitted <= reset <= version), default=submitted)
 
 
-def completed(output: CompletionOutput, request: GenerationRequest, spans: Spans, *, replica: str) -> Completion:
-    """Return a sequence that ended by itself. Raises ValueError when vLLM's parts do not belong together."""
+def told_versions(output: CompletionOutput) -> Sequence[WeightVersionSpan] | None:
+    """Return what vLLM tells of the weights of each token; None when it does not, as those before 0.32 never do."""
+    told: Sequence[WeightVersionSpan] | None = getattr(output, "weight_versions", None)
+    return told
+
+
+def completed(
+    output: CompletionOutput, request: GenerationRequest, spans: Spans, *, replica: str
+) -> Completion | AbortedCompletion:
+    """Return a sequence that ended by itself; as cut, with nothing, when nobody knows which weights it came from."""
     ids, logprobs = _parts(output)
+    found = spans.of(output, len(ids))
+    if not found:
+        why = "it ended after an update, and this vLLM does not tell which tokens came before"
+        return aborted(None, request, spans, replica=replica, reason=why)
     return Completion(
         request_id=request.request_id,
         token_ids=ids,
         logprobs=logprobs,
-        spans=spans.of(output, len(ids)),
+        spans=found,
         finish_reason="length" if output.finish_reason == "length" else "stop",
         logprob_kind=SAMPLED,
         replica=replica,
@@ -82,8 +96,8 @@ class Spans:
         """Return the spans of `count` tokens; none when vLLM does not say and an update lies between."""
         if count == 0:
             return ()
-        if output.weight_versions is not None:
-            parts = [(int(part.version), part.start, min(part.end, count)) for part in output.weight_versions]
+        if (told := told_versions(output)) is not None:
+            parts = [(int(part.version), part.start, min(part.end, count)) for part in told]
         elif self.updates.version == self.submitted:
             parts = [(self.submitted, 0, count)]
         else:

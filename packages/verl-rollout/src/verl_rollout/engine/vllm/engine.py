@@ -18,9 +18,13 @@ from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, OPENAI, PAUSED, 
 from verl_contracts.waits import bounded
 from verl_rollout.engine.requests import check_request
 from verl_rollout.engine.vllm.answers import Spans, aborted, completed
+from verl_rollout.engine.vllm.arguments import engine_arguments
+from verl_rollout.engine.vllm.builds import check_installed, on_cpu
+from verl_rollout.engine.vllm.causes import Causes
 from verl_rollout.engine.vllm.flights import BusyTime, Condition, InFlight, sampling_parameters, tells_versions
+from verl_rollout.engine.vllm.life import Life
 from verl_rollout.engine.vllm.openai_server import OpenAIServer
-from verl_rollout.engine.vllm.options import VLLMOptions, check_installed, engine_arguments, on_cpu
+from verl_rollout.engine.vllm.options import VLLMOptions
 from verl_rollout.engine.vllm.receivers import VLLMReceiverHost
 from verl_rollout.engine_family import ENGINE_OPTIONS_KEY
 
@@ -60,10 +64,18 @@ class VLLMEngine:
     Config: ClassVar[type] = VLLMOptions
 
     def __init__(
-        self, llm: AsyncLLM, settings: RolloutSettings, options: VLLMOptions, *, replica_id: str, clock: Clock
+        self,
+        llm: AsyncLLM,
+        settings: RolloutSettings,
+        options: VLLMOptions,
+        *,
+        causes: Causes,
+        replica_id: str,
+        clock: Clock,
     ) -> None:
         """Use `create`."""
         self._llm = llm
+        self._life = Life(llm, causes, replica_id=replica_id, died=self._fail_waiting)
         self._settings = settings
         self._options = options
         self._replica_id = replica_id
@@ -100,7 +112,9 @@ class VLLMEngine:
 
         cls.check(settings)
         options = build_config(VLLMOptions, settings.engine_options, key=ENGINE_OPTIONS_KEY)
-        return cls(start(settings, options, rank=rank), settings, options, replica_id=replica_id, clock=clock)
+        causes = Causes()
+        llm = start(settings, options, rank=rank, causes=causes)
+        return cls(llm, settings, options, causes=causes, replica_id=replica_id, clock=clock)
 
     async def generate(self, request: GenerationRequest, /, *, deadline: Deadline) -> Completion | AbortedCompletion:
         """Generate one sequence; see `Engine.generate`."""
@@ -110,7 +124,7 @@ class VLLMEngine:
 
     async def abort(self, request_ids: Sequence[str] | None, /, *, reason: str) -> None:
         """Cut these requests, or all."""
-        self._raise_if_dead()
+        self._life.check()
         chosen = list(self._flying) if request_ids is None else [name for name in request_ids if name in self._flying]
         for name in chosen:
             flight = self._flying[name]
@@ -123,7 +137,7 @@ class VLLMEngine:
 
     async def pause(self, mode: PauseMode, /, *, deadline: Deadline) -> None:
         """Return once nothing is decoded."""
-        self._raise_if_dead()
+        self._life.check()
         if mode == "keep" and KEEP not in self.capabilities:
             raise StateError(f"replica {self._replica_id} cannot keep: its vLLM does not tell which tokens came later")
         self._now.open = False
@@ -132,7 +146,7 @@ class VLLMEngine:
                 if flight.given:
                     flight.reason = flight.reason or "paused"
         try:
-            pausing = self._alive(self._llm.pause_generation(mode=mode, clear_cache=False))
+            pausing = self._life.watch(self._llm.pause_generation(mode=mode, clear_cache=False))
             await self._in_time(pausing, f"pause ({mode})", deadline)
         finally:
             self._busy.set(self._computes())
@@ -143,7 +157,7 @@ class VLLMEngine:
 
     async def resume(self) -> None:
         """Decode again, unless invalid; then what waited is refused and what was frozen comes back aborted."""
-        self._raise_if_dead()
+        self._life.check()
         now = self._now
         if now.asleep:
             raise StateError(f"replica {self._replica_id} is asleep; wake it and sync the weights before it resumes")
@@ -165,7 +179,7 @@ class VLLMEngine:
 
     def status(self) -> ReplicaStatus:
         """Return the present status, at once."""
-        running = min(len(self._inside()), self._settings.max_num_seqs * self._options.data_parallel_size)
+        running = min(len(self._inside()), self._settings.max_num_seqs)
         return ReplicaStatus(
             replica=self._replica_id,
             state=self._state(),
@@ -184,7 +198,7 @@ class VLLMEngine:
 
     async def openai_endpoint(self, *, deadline: Deadline) -> OpenAIEndpoint:
         """Return where this engine answers the OpenAI protocol; see `SupportsOpenAI`."""
-        self._raise_if_dead()
+        self._life.check()
         if OPENAI not in self.capabilities:
             raise StateError(f"replica {self._replica_id} has no endpoint: set engine_kwargs.openai_server to true")
         return await self._openai.endpoint(deadline=deadline)
@@ -196,7 +210,7 @@ class VLLMEngine:
 
     async def sleep(self) -> None:
         """Free weights and cache; frozen sequences come back aborted. The CPU build of vLLM cannot."""
-        self._raise_if_dead()
+        self._life.check()
         now = self._now
         if now.asleep:
             return
@@ -211,20 +225,17 @@ class VLLMEngine:
 
     async def wake(self) -> None:
         """Allocate the weights again. The cache follows at `resume`, so that a sync needs less memory."""
-        self._raise_if_dead()
+        self._life.check()
         if self._now.asleep:
             await self._control(self._llm.wake_up(["weights"]), "wake")
             self._now.asleep = False
 
     async def close(self) -> None:
         """Stop vLLM's processes; requests in flight fail with `StateError`."""
-        if self._now.closing:
+        if self._life.closing:
             return
-        self._now.closing = True
-        error = StateError(f"replica {self._replica_id} was closed")
-        for flight in self._flying.values():
-            if not flight.admitted.done():
-                flight.admitted.set_exception(error)
+        self._life.closing = True
+        self._fail_waiting(self._life.end())
         await self._openai.close()
         await self._receivers.shut_down()
         await asyncio.to_thread(self._llm.shutdown, _CLOSE_LIMIT_S)
@@ -247,13 +258,11 @@ class VLLMEngine:
                 (flight.last,) = output.outputs
                 self._count(flight)
         except EngineDeadError as exc:
-            if self._now.closing:
-                raise StateError(f"replica {self._replica_id} was closed") from exc
-            self._die(exc)
+            end = self._life.end()
             part = aborted(flight.last, request, spans, replica=self._replica_id, reason="the engine died")
-            if part.token_ids:
+            if part.token_ids and not self._life.closing:
                 return part
-            raise self._dead() from exc
+            raise end from exc
         last = flight.last
         if last is None or last.finish_reason not in ("stop", "length"):
             if flight.reason is None and self._now.open:
@@ -273,7 +282,8 @@ class VLLMEngine:
             flight.given = True
             self._busy.set(True)
             async with aclosing(ask(version)) as outputs:
-                while output := await self._in_time(self._alive(anext(outputs, None)), f"request {name!r}", deadline):
+                subject = f"request {name!r}"
+                while output := await self._in_time(self._life.watch(anext(outputs, None)), subject, deadline):
                     self._tokens += sum(len(part.token_ids) for part in output.outputs)
                     yield version, output
 
@@ -311,14 +321,14 @@ class VLLMEngine:
             raise DataError(f"request id {request.request_id!r} is in flight already; ids must be unique")
 
     def _raise_if_not_accepting(self) -> None:
-        self._raise_if_dead()
+        self._life.check()
         if not self._now.accepts:
             why = "it sleeps" if self._now.asleep else "no weights committed yet"
             raise StateError(f"replica {self._replica_id} cannot generate: {why}; sync the weights first")
 
     def _begin_update(self) -> None:
         """Declare the weights invalid, until `_committed`."""
-        self._raise_if_dead()
+        self._life.check()
         if not self._now.quiet or self._now.asleep:
             raise StateError(f"replica {self._replica_id} is {self._state()}; pause and wake it before an update")
         self._now.updates.version = None
@@ -336,7 +346,7 @@ class VLLMEngine:
 
     def _state(self) -> ReplicaState:
         now = self._now
-        if now.error is not None or now.closing or self._llm.errored:
+        if self._life.over:
             return DEAD
         if now.asleep:
             return ASLEEP
@@ -344,25 +354,11 @@ class VLLMEngine:
             return INVALID
         return SERVING if now.open else PAUSED
 
-    def _raise_if_dead(self) -> None:
-        if self._now.closing:
-            raise StateError(f"replica {self._replica_id} was closed")
-        if self._now.error is None and self._llm.errored:
-            self._die(self._llm.dead_error)
-        if self._now.error is not None:
-            raise self._dead()
-
-    def _die(self, exc: BaseException) -> None:
-        if self._now.error is None:
-            self._now.error = RuntimeError(f"vLLM's engine process of {self._replica_id} is dead: {exc}")
-            _log.error("%s", self._now.error)
-            for flight in self._flying.values():
-                if not flight.admitted.done():
-                    flight.admitted.set_exception(self._now.error)
-
-    def _dead(self) -> Exception:
-        assert self._now.error is not None
-        return self._now.error
+    def _fail_waiting(self, error: Exception) -> None:
+        """Let requests that are not admitted yet fail."""
+        for flight in self._flying.values():
+            if not flight.admitted.done():
+                flight.admitted.set_exception(error)
 
     def _invalid(self, wanted: int) -> StateError:
         version = self._now.updates.version
@@ -371,20 +367,10 @@ class VLLMEngine:
         return StateError(f"replica {self._replica_id} holds version {version}, and {wanted} is the oldest wanted")
 
     async def _control(self, call: Awaitable[T], subject: str) -> T:
-        return await self._in_time(self._alive(call), subject, Deadline.after(self._clock, _CONTROL_LIMIT_S))
+        return await self._in_time(self._life.watch(call), subject, Deadline.after(self._clock, _CONTROL_LIMIT_S))
 
     async def _in_time(self, call: Awaitable[T], subject: str, deadline: Deadline) -> T:
         return await bounded(call, subject=subject, holder=self._replica_id, deadline=deadline, clock=self._clock)
-
-    async def _alive(self, call: Awaitable[T]) -> T:
-        """Await a call of vLLM; its death is noted, and named."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            return await call  # wait: the callers bound it
-        except EngineDeadError as exc:
-            self._die(exc)
-            raise self._dead() from exc
 
 
 if TYPE_CHECKING:

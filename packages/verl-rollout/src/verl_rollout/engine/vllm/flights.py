@@ -46,8 +46,6 @@ class Condition:
     """Whether weights were committed before; if so, a request may wait for the next ones."""
     asleep: bool = False
     cache_asleep: bool = False
-    closing: bool = False
-    error: Exception | None = None
     updates: Updates = field(default_factory=Updates)
 
 

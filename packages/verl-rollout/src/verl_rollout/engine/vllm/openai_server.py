@@ -21,8 +21,9 @@ from verl_contracts.clock import Deadline
 from verl_contracts.errors import ConfigError, DataError, WaitTimeout
 from verl_contracts.rollout import OpenAIEndpoint
 from verl_contracts.waits import bounded
+from verl_rollout.engine.vllm.answers import told_versions
+from verl_rollout.engine.vllm.builds import on_cpu
 from verl_rollout.engine.vllm.openai_guard import EXCHANGE, Guard
-from verl_rollout.engine.vllm.options import on_cpu
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -189,7 +190,7 @@ class _RelayedLLM:
         self, prompt: Mapping[str, object], sampling_params: SamplingParams, request_id: str, **more: object
     ) -> AsyncGenerator[RequestOutput]:
         """Generate as `AsyncLLM.generate` does, under a name that no other request has."""
-        from vllm.exceptions import RetryableRequestError
+        from vllm.exceptions import GenerationError
 
         exchange = EXCHANGE.get()
         name = f"http-{next(self._numbers)}-{request_id}"
@@ -209,11 +210,11 @@ class _RelayedLLM:
                 async for version, output in outputs:
                     exchange.note([version])
                     for part in output.outputs:
-                        exchange.note(int(span.version) for span in part.weight_versions or ())
+                        exchange.note(int(span.version) for span in told_versions(part) or ())
                     yield output
         except (DataError, RuntimeError, WaitTimeout) as exc:  # a dead engine's first error may be any RuntimeError
             exchange.refused = (400 if isinstance(exc, DataError) else 503, str(exc))
-            raise RetryableRequestError(str(exc)) from exc  # the one that vLLM's streams pass on without a traceback
+            raise GenerationError(str(exc)) from exc  # the one that vLLM's streams pass on without a traceback
         finally:
             self._names.remove(name)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
+from verl_rollout.engine.vllm.causes import report_errors
+
 __all__ = ["NAME", "register"]
 
 NAME: Final = "verl"
@@ -17,3 +19,4 @@ def register() -> None:
 
     with contextlib.suppress(ValueError):  # this process has loaded the plug-in before
         WeightTransferEngineFactory.register_engine(NAME, "verl_rollout.engine.vllm.worker", "HostedReceiver")
+    report_errors()

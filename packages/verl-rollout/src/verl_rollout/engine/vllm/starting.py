@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from verl_contracts.errors import ConfigError
-from verl_rollout.engine.vllm.options import check_installed, engine_arguments, on_cpu
+from verl_rollout.engine.vllm.arguments import engine_arguments
+from verl_rollout.engine.vllm.builds import check_installed, on_cpu
+from verl_rollout.engine.vllm.causes import VARIABLE
 from verl_rollout.engine.vllm.plugin import NAME
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from verl_contracts.rollout import RolloutSettings
+    from verl_rollout.engine.vllm.causes import Causes
     from verl_rollout.engine.vllm.options import VLLMOptions
 
 __all__ = ["cores_of", "start"]
@@ -28,11 +31,14 @@ _ONE_AT_A_TIME = threading.Lock()
 """The environment belongs to the process, and several replicas may start in one."""
 
 
-def start(settings: RolloutSettings, options: VLLMOptions, *, rank: int) -> AsyncLLM:
-    """Start vLLM and return once it could serve. Raises `ConfigError` for arguments that it refuses."""
+def start(settings: RolloutSettings, options: VLLMOptions, *, rank: int, causes: Causes) -> AsyncLLM:
+    """Start vLLM and return once it could serve; its processes report to `causes`.
+
+    Raises `ConfigError` for arguments that it refuses, `RuntimeError` with the first cause when it does not come up.
+    """
     release = check_installed()
     arguments = engine_arguments(settings, options, rank=rank)
-    environment = _environment(settings, options, rank=rank)
+    environment = {**_environment(settings, options, rank=rank), VARIABLE: causes.path}
     with _ONE_AT_A_TIME, _set(environment):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,22 +51,29 @@ def start(settings: RolloutSettings, options: VLLMOptions, *, rank: int) -> Asyn
                 f"actor_rollout_ref.rollout.engine_kwargs.engine_args: vLLM {release} does not take them: {exc}"
             ) from exc
         except ValueError as exc:
-            raise ConfigError(f"actor_rollout_ref.rollout: vLLM {release} refuses its settings: {exc}") from exc
+            raise _refusal(release, exc) from exc
         try:
             return AsyncLLM.from_engine_args(config)
         except ValueError as exc:
-            raise ConfigError(f"actor_rollout_ref.rollout: vLLM {release} refuses its settings: {exc}") from exc
+            raise _refusal(release, exc) from exc
+        except RuntimeError as exc:
+            raise RuntimeError(f"vLLM {release} did not start: {causes.last() or exc}") from exc
 
 
 def cores_of(settings: RolloutSettings, options: VLLMOptions, *, rank: int, allowed: list[int]) -> list[int] | None:
     """Return the cores of replica `rank` among `allowed`, one per device; None where there are too few to pin."""
+    each = settings.devices_per_replica
     if options.cpu_cores is not None:
         if missing := sorted(set(options.cpu_cores) - set(allowed)):
             raise ConfigError(
                 f"actor_rollout_ref.rollout.engine_kwargs.cpu_cores: this process may not use {missing}, only {allowed}"
             )
+        if len(options.cpu_cores) < each:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.engine_kwargs.cpu_cores: {list(options.cpu_cores)} are fewer than the "
+                f"{each} devices of a replica"
+            )
         return list(options.cpu_cores)
-    each = settings.devices_per_replica
     if each > len(allowed):
         return None
     first = (rank * each) % (len(allowed) // each * each)
@@ -73,7 +86,9 @@ def _environment(settings: RolloutSettings, options: VLLMOptions, *, rank: int) 
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
         "VLLM_NO_USAGE_STATS": "1",
         "SPT_NOENV": "1",  # its processes set titles, and would write over what they are found by when we are gone
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        # What vLLM warns of at each start is nobody's business who did not write it.
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
     }
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and NAME not in plugins.split(","):
@@ -81,12 +96,20 @@ def _environment(settings: RolloutSettings, options: VLLMOptions, *, rank: int) 
     if on_cpu():
         found["VLLM_CPU_KVCACHE_SPACE"] = None  # it would override what we say, in whole GiB
         cores = cores_of(settings, options, rank=rank, allowed=sorted(os.sched_getaffinity(0)))
-        if cores is not None:
-            workers = settings.devices_per_replica
-            share = len(cores) // workers
-            parts = [cores[index * share : (index + 1) * share] for index in range(workers)]
-            found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
+        found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if cores is None else _binding(cores, settings)
     return found
+
+
+def _binding(cores: list[int], settings: RolloutSettings) -> str:
+    """Return the cores as vLLM takes them: an equal share for each worker, those of one copy of the model together."""
+    workers = settings.devices_per_replica
+    share = len(cores) // workers
+    parts = [cores[index * share : (index + 1) * share] for index in range(workers)]
+    return "|".join(",".join(map(str, part)) for part in parts)
+
+
+def _refusal(release: str, exc: ValueError) -> ConfigError:
+    return ConfigError(f"actor_rollout_ref.rollout: vLLM {release} refuses its settings: {exc}")
 
 
 @contextmanager
