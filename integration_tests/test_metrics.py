@@ -20,6 +20,7 @@ OPTIONAL = {
     "actor/approx_kl",
     "rollout/logprob_diff",
     "rollout/logprob_diff_max",
+    *(row.name for row in METRICS if row.section == "Replicas"),
 }
 """Metrics with a condition that holds in the runs of this test."""
 EXPECTED = {row.name for row in METRICS if row.present == ALWAYS and "{" not in row.name} | OPTIONAL

@@ -126,12 +126,13 @@ class FakeAgents:
 
 
 class FakeServers:
-    """Remembers who may serve."""
+    """Remembers who may serve. Groups are played without its replicas, which only tell their status."""
 
     Config: ClassVar[type] = NoOptions
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: Sequence[Replica] = ()) -> None:
         self.serving: set[str] = set()
+        self.fleet = list(replicas)
 
     @classmethod
     async def create(
@@ -148,7 +149,7 @@ class FakeServers:
         raise AssertionError("not used")
 
     def replicas(self) -> Sequence[Replica]:
-        return ()
+        return self.fleet
 
     def client(self) -> LLMClient:
         raise AssertionError("not used")

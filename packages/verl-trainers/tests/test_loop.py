@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from verl_contracts.errors import RunFailed, WaitTimeout, WeightSyncError
 from verl_contracts.failures import FailureRecord
+from verl_contracts.rollout import Replica
 from verl_contracts.samples import GroupUid
 from verl_contracts.testing.events import RecordingEvents
 from verl_contracts.testing.virtual import VirtualClock, run_virtual
@@ -58,6 +59,7 @@ class Bench:
         validate: int = 0,
         test_freq: int = -1,
         trackers: Sequence[Tracker] = (),
+        replicas: Sequence[Replica] = (),
     ) -> None:
         clock = VirtualClock(asyncio.get_running_loop())
         self.clock = clock
@@ -65,7 +67,7 @@ class Bench:
         self.events = RecordingEvents(clock)
         self.admission = BoundedAdmission(max_staleness=k, batch_groups=batch, total_steps=steps)
         self.checkpoint = FakeCheckpoint(self.world)
-        self.servers = FakeServers()
+        self.servers = FakeServers(replicas)
         agents = FakeAgents(self.world)
         data = FakeData()
         prompts = tuple(prompt for _ in range(validate) if (prompt := data.next()) is not None)

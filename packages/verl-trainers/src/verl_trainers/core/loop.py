@@ -21,6 +21,7 @@ from verl_contracts.weights import SyncReport
 from verl_trainers.core.metrics import GroupMetrics, RunCounters, StepClock
 from verl_trainers.core.mismatch import MismatchWatch
 from verl_trainers.core.producer import GroupProducer
+from verl_trainers.core.replica_metrics import ReplicaWatch
 from verl_trainers.core.signal import SignalWatch
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class TrainingLoop:
         )
         self._signal = SignalWatch(n=rules.n)
         self._mismatch = MismatchWatch(limit=logprob_diff_limit)
+        self._replicas = ReplicaWatch(parts.servers, clock=parts.clock)
         self._served = 0
         self._counters = RunCounters()
         self.report = LoopReport()
@@ -169,6 +171,7 @@ class TrainingLoop:
             await self._sync(0)
             if self._val_before_train:
                 await self._validate()
+            self._replicas.ask()
             began = self._parts.clock.now()
             for step in range(1, self._total_steps + 1):
                 await self._step(step)
@@ -187,6 +190,7 @@ class TrainingLoop:
         finally:
             watcher.cancel()
             await self._producer.close()
+            await self._replicas.close()
             self._signal.end()
             self.report.rejects = list(self._producer.rejects)
             self.report.groups_dropped = self._producer.counts["dropped"]
@@ -213,6 +217,7 @@ class TrainingLoop:
             )
         if parts.on_batch is not None:
             parts.on_batch(step, groups)
+        self._replicas.ask()
         sleeper = parts.checkpoint if self._schedule.sleep_while_training else None
         if sleeper is not None:
             await self._within(sleeper.sleep, "putting replicas to sleep", sleeper, "sync")
@@ -290,6 +295,7 @@ class TrainingLoop:
         self._mismatch.see(step, metrics)
         self.report.steps_without_signal = self._signal.without
         metrics |= self._counters.as_dict(self._producer.counts, ready=len(self._parts.store))
+        metrics |= self._replicas.metrics()
         metrics |= clock.as_dict()
         metrics["samples_per_s"] = result.rows / max(clock.total, 1e-9)
         metrics["tokens_per_s"] = sum(numbers.trained_tokens) / max(clock.total, 1e-9)

@@ -25,7 +25,7 @@ class MetricInfo:
     unit: str
     meaning: str
     reduce: Literal["mean", "sum", "max", "min", "last"] = "last"
-    """How the numbers of one step become one: those of samples, of updates, of ranks."""
+    """How the numbers of one step become one: those of samples, of updates, of ranks, of replicas."""
     present: str = ALWAYS
     """When a step has it; `ALWAYS`, or the condition."""
     section: str = ""
@@ -210,6 +210,52 @@ METRICS: tuple[MetricInfo, ...] = (
         ),
     ),
     *_section(
+        "Replicas",
+        MetricInfo(
+            name="rollout/replicas",
+            unit="replicas",
+            meaning="Replicas that are neither dead nor invalid, that is, without verified weights. This section is "
+            "about those that told their status during the step: they are asked when its batch is complete, and "
+            "nothing waits for them.",
+            present="when a replica answered",
+        ),
+        MetricInfo(
+            name="rollout/running",
+            unit="sequences",
+            meaning="Being decoded when they answered.",
+            reduce="sum",
+            present="as rollout/replicas",
+        ),
+        MetricInfo(
+            name="rollout/waiting",
+            unit="requests",
+            meaning="Accepted by a replica and not begun when they answered.",
+            reduce="sum",
+            present="as rollout/replicas",
+        ),
+        MetricInfo(
+            name="rollout/generated_tokens_per_s",
+            unit="tokens / s",
+            meaning="Tokens sampled since they answered in the step before, over that time: those of validations and "
+            "those that are thrown away too.",
+            reduce="sum",
+            present="when a replica answered in the step before too",
+        ),
+        MetricInfo(
+            name="rollout/busy_share",
+            unit="share of time",
+            meaning="Part of that time in which a replica computed; otherwise it was idle, paused or asleep.",
+            reduce="mean",
+            present="as rollout/generated_tokens_per_s",
+        ),
+        MetricInfo(
+            name="rollout/prefix_cache_hit_share",
+            unit="share of tokens",
+            meaning="Prompt tokens taken from the prefix cache, of those of all requests that ended in that time.",
+            present="as rollout/generated_tokens_per_s, when requests ended",
+        ),
+    ),
+    *_section(
         "Speed",
         MetricInfo(name="samples_per_s", unit="samples / s", meaning="Samples trained, over seconds/step."),
         MetricInfo(name="tokens_per_s", unit="tokens / s", meaning="Tokens trained, over seconds/step."),
@@ -279,7 +325,7 @@ def render() -> str:
         "# Metrics",
         "",
         "Every mode records these once a step, and every tracker gets them. A part of a name in braces stands for any",
-        "text; *of a step* is how the numbers of samples, updates or ranks become one number.",
+        "text; *of a step* is how the numbers of samples, updates, ranks or replicas become one number.",
         "",
         "Made from `src/verl_trainers/core/metric_table.py` by `python tools/metrics.py --write`.",
     ]
