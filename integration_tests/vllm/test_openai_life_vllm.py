@@ -148,6 +148,7 @@ def test_an_engine_without_the_option_has_no_endpoint(tiny: tuple[Path, PreTrain
 def test_arguments_that_the_server_does_not_know_are_refused(words: tuple[Path, PreTrainedModel]) -> None:
     for arguments, message in (
         ({"api_key": "x"}, "vLLM's server has no api_key"),
+        ({"lora_modules": []}, "vLLM's server has no lora_modules"),
         ({"enable_auto_tool_choice": True}, "requires --tool-call-parser"),
     ):
         options = VLLMOptions(openai_server=True, openai_args=arguments)

@@ -228,7 +228,7 @@ def _arguments(settings: RolloutSettings, options: VLLMOptions, model: str) -> N
     from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    known = {field.name for field in fields(BaseFrontendArgs)}
+    known = {field.name for field in fields(BaseFrontendArgs)} - {"lora_modules"}  # adapters come through the replica
     if unknown := sorted(options.openai_args.keys() - known):
         raise ConfigError(f"{_KEY}: vLLM's server has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
