@@ -192,7 +192,7 @@ class _RelayedLLM:
         """Generate as `AsyncLLM.generate` does, under a name that no other request has."""
         from vllm.exceptions import GenerationError
 
-        exchange = EXCHANGE.get()
+        exchange = EXCHANGE.get()  # wait: none, it is a context variable
         name = f"http-{next(self._numbers)}-{request_id}"
 
         def ask(version: int) -> AsyncGenerator[RequestOutput]:
