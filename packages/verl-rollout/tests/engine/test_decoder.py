@@ -10,6 +10,7 @@ import torch
 from engine_models import raw_logprobs, request_of, settings_of, tensors_of
 
 from verl_contracts.errors import StateError
+from verl_contracts.rollout import SERVING
 from verl_contracts.tokens import AbortedCompletion, Completion, VersionSpan
 from verl_rollout.engine.torch.decoder import Decoder, Job, Result
 from verl_rollout.engine.torch.model import build_model
@@ -193,6 +194,39 @@ def test_siblings_are_right_when_they_share_a_prefix_that_moves(qwen: Tiny) -> N
         assert len(ids) == 3 + i % 4
         wanted = raw_logprobs(qwen.model, prompt, ids.tolist()).gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(done[str(i)].logprobs), wanted, atol=1e-5, rtol=0)
+
+
+def prompts_of(one: Bench) -> tuple[int, int]:
+    status = one.decoder.status(SERVING, busy_s=0.0)
+    return status.prompt_tokens, status.cached_prompt_tokens
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_prompt_counts_when_its_job_ends_and_as_cached_when_it_was_copied(qwen: Tiny, deterministic: bool) -> None:
+    with bench(qwen, deterministic=deterministic, max_num_seqs=4) as one:
+        one.submit(*(request_of((3, 1, 4, 1, 5), max_tokens=4, name=f"a{n}", sample=n) for n in range(3)))
+        one.submit(request_of((2, 7), max_tokens=4, name="b"))
+        one.steps(3)
+        assert prompts_of(one) == (0, 0)
+        one.finish()
+        assert prompts_of(one) == (3 * 5 + 2, 2 * 4), "of five tokens the last one is never cached"
+        one.submit(request_of((3, 1, 4, 1, 5), name="c"))
+        one.finish()
+        assert prompts_of(one) == (3 * 5 + 2 + 5, 2 * 4), "a prefix is there as long as a slot holds it"
+
+
+def test_a_prompt_that_is_computed_anew_was_not_cached_and_one_that_never_was_does_not_count(qwen: Tiny) -> None:
+    with bench(qwen, max_num_seqs=2) as one:
+        one.submit(*(request_of((3, 1, 4, 1, 5), name=f"a{n}", sample=n) for n in range(2)), request_of((2, 7)))
+        one.steps(2)
+        one.load(qwen.model, 2, keep_cache=False)
+        one.steps(1)
+        assert len(one.cut()) == 3
+        assert prompts_of(one) == (2 * 5, 0), "different tokens follow, so each was computed"
+        one.submit(request_of((2, 7)))
+        one.decoder.admit()
+        assert len(one.cut()) == 1
+        assert prompts_of(one) == (2 * 5, 0)
 
 
 def test_a_stop_id_ends_the_sequence_and_is_part_of_it(qwen: Tiny) -> None:

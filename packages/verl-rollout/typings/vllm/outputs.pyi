@@ -16,6 +16,7 @@ class CompletionOutput:
     weight_versions: list[WeightVersionSpan] | None
 
 class RequestOutput:
+    prompt_token_ids: list[int] | None
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None

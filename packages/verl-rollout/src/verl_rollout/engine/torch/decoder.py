@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from verl_contracts.errors import ConfigError, StateError
+from verl_contracts.rollout import ReplicaStatus
 from verl_contracts.tokens import SAMPLED, AbortedCompletion, Completion, VersionSpan
 from verl_rollout.engine.torch.cache import BlockDecode, Decode, Prefill
 from verl_rollout.engine.torch.forward import build_forward
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from transformers import PreTrainedModel
 
-    from verl_contracts.rollout import RolloutSettings
+    from verl_contracts.rollout import ReplicaState, RolloutSettings
     from verl_contracts.tokens import GenerationRequest
     from verl_rollout.engine.torch.model import Shape
 
@@ -61,6 +62,8 @@ class Job:
     """Key in the table of prefixes, while its slot serves as a source."""
     filled: bool = False
     """Whether its slot holds valid keys and values."""
+    copied: int | None = None
+    """Prompt tokens whose keys and values were copied from another slot; None before it has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class Decoder:
         """Job i sits in slot i."""
         self.waiting: deque[Job] = deque()
         self.generated_tokens = 0
+        self._prompt_tokens = 0
+        self._copied_tokens = 0
         self._allocate_cache()
         self._probe()
 
@@ -127,6 +132,20 @@ class Decoder:
                 f"{self._shape.head_dim}, as its config says: {exc}; take vllm for this model"
             ) from exc
         self._allocate_cache()
+
+    def status(self, state: ReplicaState, *, busy_s: float) -> ReplicaStatus:
+        """Return the replica's status. May be called from another thread: it only reads."""
+        return ReplicaStatus(
+            replica=self._replica_id,
+            state=state,
+            version=self.version,
+            running=len(self.active),
+            waiting=len(self.waiting),
+            generated_tokens=self.generated_tokens,
+            busy_s=busy_s,
+            prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._copied_tokens,
+        )
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
@@ -257,6 +276,7 @@ class Decoder:
             prefix = tuple(self._rows.tokens[row, : (fixed if self._fixed else known) - 1].tolist())
             self._rows.position[row] = len(prefix)
             job.filled = True
+            job.copied = min(len(prefix), len(request.prompt_ids)) if prefix in self._prefixes else 0
             if not prefix:
                 continue
             if prefix in self._prefixes:
@@ -346,6 +366,9 @@ class Decoder:
         job = self.active[row]
         if job.prefix is not None and self._prefixes.get(job.prefix) is job:
             del self._prefixes[job.prefix]
+        if job.copied is not None:
+            self._prompt_tokens += len(job.request.prompt_ids)
+            self._copied_tokens += job.copied
         last = len(self.active) - 1
         if row != last:
             moved = self.active[row] = self.active[last]

@@ -21,7 +21,7 @@ import torch
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import DataError, StateError, VerlError, WaitTimeout
-from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, PAUSED, SERVING, SLEEP, ReplicaState, ReplicaStatus
+from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, PAUSED, SERVING, SLEEP
 from verl_contracts.waits import bounded
 from verl_rollout.engine.base import NoOptions
 from verl_rollout.engine.checkpoint import check_manifest
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from verl_contracts.clock import Clock
-    from verl_contracts.rollout import Capability, PauseMode, RolloutSettings
+    from verl_contracts.rollout import Capability, PauseMode, ReplicaState, ReplicaStatus, RolloutSettings
     from verl_contracts.tokens import AbortedCompletion, Completion, GenerationRequest
     from verl_contracts.weights import Manifest, WeightReceiverHost, WeightTarget
     from verl_rollout.engine.base import Engine
@@ -138,15 +138,7 @@ class TorchEngine:
 
     def status(self) -> ReplicaStatus:
         """Return the present status, at once."""
-        return ReplicaStatus(
-            replica=self._replica_id,
-            state=self._state(),
-            version=self._decoder.version,
-            running=len(self._decoder.active),
-            waiting=len(self._decoder.waiting),
-            generated_tokens=self._decoder.generated_tokens,
-            busy_s=self._busy_s,
-        )
+        return self._decoder.status(self._state(), busy_s=self._busy_s)
 
     @property
     def capabilities(self) -> frozenset[Capability]:

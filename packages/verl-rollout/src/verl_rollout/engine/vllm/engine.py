@@ -21,7 +21,14 @@ from verl_rollout.engine.vllm.answers import Spans, aborted, completed
 from verl_rollout.engine.vllm.arguments import engine_arguments
 from verl_rollout.engine.vllm.builds import check_installed, on_cpu
 from verl_rollout.engine.vllm.causes import Causes
-from verl_rollout.engine.vllm.flights import BusyTime, Condition, InFlight, sampling_parameters, tells_versions
+from verl_rollout.engine.vllm.flights import (
+    BusyTime,
+    Condition,
+    InFlight,
+    PromptCount,
+    sampling_parameters,
+    tells_versions,
+)
 from verl_rollout.engine.vllm.life import Life
 from verl_rollout.engine.vllm.openai_server import OpenAIServer
 from verl_rollout.engine.vllm.options import VLLMOptions
@@ -83,6 +90,7 @@ class VLLMEngine:
         self._vocab_size = llm.model_config.get_vocab_size()
         self._flying: dict[str, InFlight] = {}
         self._tokens = 0
+        self._prompts = PromptCount()
         self._busy = BusyTime()
         self._now = Condition()
         self._receivers = VLLMReceiverHost(
@@ -188,6 +196,8 @@ class VLLMEngine:
             waiting=len(self._flying) - running,
             generated_tokens=self._tokens,
             busy_s=self._busy.total(),
+            prompt_tokens=self._prompts.tokens,
+            cached_prompt_tokens=self._prompts.cached,
         )
 
     @property
@@ -257,6 +267,7 @@ class VLLMEngine:
             async for output in self._llm.generate(prompt, parameters, request.request_id):
                 (flight.last,) = output.outputs
                 self._count(flight)
+                flight.read_prompt(output)
         except EngineDeadError as exc:
             end = self._life.end()
             part = aborted(flight.last, request, spans, replica=self._replica_id, reason="the engine died")
@@ -285,6 +296,7 @@ class VLLMEngine:
                 subject = f"request {name!r}"
                 while output := await self._in_time(self._life.watch(anext(outputs, None)), subject, deadline):
                     self._tokens += sum(len(part.token_ids) for part in output.outputs)
+                    flight.read_prompt(output)
                     yield version, output
 
     @contextmanager
@@ -297,6 +309,7 @@ class VLLMEngine:
             yield flight
         finally:
             del self._flying[name]
+            self._prompts.add(flight)
             self._busy.set(self._computes())
 
     async def _admitted(self, flight: InFlight, min_version: int) -> int:

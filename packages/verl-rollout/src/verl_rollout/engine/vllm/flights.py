@@ -11,12 +11,12 @@ from verl_rollout.engine.vllm.answers import Updates
 if TYPE_CHECKING:
     import asyncio
 
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams as VLLMSamplingParams
 
     from verl_contracts.tokens import SamplingParams
 
-__all__ = ["BusyTime", "Condition", "InFlight", "sampling_parameters", "tells_versions"]
+__all__ = ["BusyTime", "Condition", "InFlight", "PromptCount", "sampling_parameters", "tells_versions"]
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +32,16 @@ class InFlight:
     """Why it was cut, if it was."""
     given: bool = False
     """Whether vLLM has it."""
+    prompt_tokens: int = 0
+    """Length of its prompt, from when that is computed."""
+    cached_tokens: int = 0
+    """Part of the prompt that vLLM took from its prefix cache."""
+
+    def read_prompt(self, output: RequestOutput) -> None:
+        """Note what became of its prompt; a first token tells that it is computed."""
+        if self.prompt_tokens == 0 and any(part.token_ids for part in output.outputs):
+            self.prompt_tokens = len(output.prompt_token_ids or ())
+            self.cached_tokens = max(0, output.num_cached_tokens or 0)
 
 
 @dataclass(slots=True)
@@ -47,6 +57,19 @@ class Condition:
     asleep: bool = False
     cache_asleep: bool = False
     updates: Updates = field(default_factory=Updates)
+
+
+@dataclass(slots=True)
+class PromptCount:
+    """Prompt tokens of the requests that have ended."""
+
+    tokens: int = 0
+    cached: int = 0
+
+    def add(self, flight: InFlight) -> None:
+        """Count a request that has ended."""
+        self.tokens += flight.prompt_tokens
+        self.cached += flight.cached_tokens
 
 
 @dataclass(slots=True)
