@@ -46,7 +46,7 @@ def check_adapter(request: GenerationRequest, adapters: Collection[str] | None) 
     if request.adapter is None or (adapters is not None and request.adapter in adapters):
         return
     if adapters is None:
-        known = "this replica takes none; choose an engine that claims 'lora'"
+        known = "this replica takes none; the engine 'vllm' does with engine_kwargs.max_loras"
     else:
         known = f"loaded are {', '.join(adapters)}" if adapters else "none is loaded"
     raise DataError(f"request {request.request_id!r} asks for adapter {request.adapter!r}, and {known}")

@@ -68,6 +68,10 @@ def engine_arguments(settings: RolloutSettings, options: VLLMOptions, *, rank: i
         arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gib * _GIB)
     elif cpu and attention is not None:
         arguments["kv_cache_memory_bytes"] = attention.cache_bytes(settings, sequences=sequences, devices=each)
+    if options.max_loras:
+        arguments["enable_lora"] = True
+        arguments["max_loras"] = options.max_loras
+        arguments["max_lora_rank"] = options.max_lora_rank
     if options.enable_chunked_prefill is not None:
         arguments["enable_chunked_prefill"] = options.enable_chunked_prefill
     if options.max_num_batched_tokens is not None:

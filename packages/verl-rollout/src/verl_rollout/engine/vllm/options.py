@@ -18,10 +18,13 @@ _KEYS: Final[Mapping[str, str]] = {
     "data_parallel_size": "engine_kwargs.data_parallel_size",
     "dtype": "dtype",
     "enable_chunked_prefill": "engine_kwargs.enable_chunked_prefill",
+    "enable_lora": "engine_kwargs.max_loras",
     "enable_prefix_caching": "engine_kwargs.enable_prefix_caching",
     "enforce_eager": "engine_kwargs.enforce_eager",
     "gpu_memory_utilization": "engine_kwargs.gpu_memory_utilization",
     "kv_cache_memory_bytes": "engine_kwargs.kv_cache_gib",
+    "max_lora_rank": "engine_kwargs.max_lora_rank",
+    "max_loras": "engine_kwargs.max_loras",
     "max_model_len": "max_model_len",
     "max_num_batched_tokens": "engine_kwargs.max_num_batched_tokens",
     "max_num_seqs": "max_num_seqs",
@@ -49,6 +52,8 @@ _OURS: Final = frozenset(
 """Arguments of vLLM that the engine decides, and those that begin with ``data_parallel_`` too."""
 _ONE: Final = frozenset({"nnodes", "pipeline_parallel_size", "prefill_context_parallel_size"})
 """Arguments of vLLM that would give a replica more workers than it counts."""
+_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What `max_lora_rank` may be in all supported ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +84,10 @@ class VLLMOptions:
     """Address that the endpoint listens at. What comes there is not encrypted."""
     openai_args: Mapping[str, object] = field(default_factory=dict)
     """Further arguments of `vllm serve` that say how it answers, such as `tool_call_parser` or `chat_template`."""
+    max_loras: int = 0
+    """LoRA adapters that may be loaded at once; with 0, none, and a request that names one is refused."""
+    max_lora_rank: int = 16
+    """Highest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512. Room for it is taken for every adapter."""
     report_interval: int = 16
     """Tokens after which vLLM hands over what it has: what is left of a sequence when its engine dies."""
     engine_args: Mapping[str, object] = field(default_factory=dict)
@@ -90,6 +99,10 @@ class VLLMOptions:
         for name in ("data_parallel_size", "report_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_loras < 0:
+            raise ValueError(f"max_loras must be at least 0, got {self.max_loras}")
+        if self.max_lora_rank not in _RANKS:
+            raise ValueError(f"max_lora_rank must be one of {', '.join(map(str, _RANKS))}, got {self.max_lora_rank}")
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0.0:
             raise ValueError(f"kv_cache_gib must be more than 0 or null, got {self.kv_cache_gib}")
         if refused := list(_refused(self.engine_args)):

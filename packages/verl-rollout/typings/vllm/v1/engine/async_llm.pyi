@@ -4,6 +4,7 @@ from typing import Literal, Self
 from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
@@ -19,6 +20,8 @@ class AsyncLLM:
     def generate(
         self, prompt: Mapping[str, object], sampling_params: SamplingParams, request_id: str, **more: object
     ) -> AsyncGenerator[RequestOutput]: ...
+    async def add_lora(self, lora_request: LoRARequest) -> bool: ...
+    async def remove_lora(self, lora_id: int) -> bool: ...
     async def abort(self, request_id: str | Iterable[str]) -> None: ...
     async def pause_generation(
         self, *, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
