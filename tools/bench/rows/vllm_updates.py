@@ -93,7 +93,7 @@ async def _during(generate: Coroutine[None, None, int], update: Coroutine[None, 
     """Update while requests are running, and return what `update` returns."""
     running = asyncio.create_task(generate)
     await asyncio.sleep(UNDER_WAY_S)
-    seconds = await update
+    seconds = await asyncio.wait_for(update, LIMIT_S)
     if running.done():
         raise BenchError("the requests were done before the update was")
     await asyncio.wait_for(running, LIMIT_S)

@@ -8,7 +8,7 @@ import torch
 
 from verl_contracts.errors import WeightSyncError
 from verl_contracts.weights import LoadReport
-from verl_rollout.engine.checkpoint import named_tensors, some
+from verl_rollout.engine.torch.checkpoint import named_tensors, some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

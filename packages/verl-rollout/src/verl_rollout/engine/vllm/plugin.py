@@ -18,5 +18,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # this process has loaded the plug-in before
-        WeightTransferEngineFactory.register_engine(NAME, "verl_rollout.engine.vllm.worker", "HostedReceiver")
+        WeightTransferEngineFactory.register_engine(
+            NAME, "verl_rollout.engine.vllm.worker_side.receiver", "HostedReceiver"
+        )
     report_errors()

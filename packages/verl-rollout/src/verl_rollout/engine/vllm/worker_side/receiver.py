@@ -22,8 +22,8 @@ from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.errors import StateError, WeightSyncError
 from verl_contracts.plugins import build_plugin, families
 from verl_contracts.weights import LoadReport
-from verl_rollout.engine.checkpoint import some
 from verl_rollout.engine.receiving import receiver_class
+from verl_rollout.engine.torch.checkpoint import some
 from verl_rollout.engine.vllm.control import ControlServer, socket_path
 
 if TYPE_CHECKING:
