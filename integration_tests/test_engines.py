@@ -7,11 +7,13 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from driving import environment, train
 
+from verl_rollout.engine.vllm.builds import SUPPORTED
 from verl_rollout.engine.vllm.options import VLLMOptions
 from verl_trainers.config.engine import ENGINE_OPTIONS
 from verl_trainers.convert.lookup import find_row
@@ -36,6 +38,17 @@ def check(*overrides: str, path: Path | None = None) -> list[str]:
     )
     assert done.returncode == 2, done.stdout + done.stderr
     return done.stderr.splitlines()
+
+
+def test_the_ends_of_what_is_supported_are_those_that_sessions_run() -> None:
+    path = Path(__file__).parents[1] / "tools" / "vllm_builds.toml"
+    builds = tomllib.loads(path.read_text(encoding="utf-8"))
+    versions = {row["build"].split()[1] for row in builds.values()}
+    assert versions == set(SUPPORTED)
+    for row in builds.values():
+        name, version = row["build"].split()
+        pinned = path.with_name("constraints.txt").read_text(encoding="utf-8").splitlines() + row["pins"]
+        assert [pin for pin in pinned if pin.startswith(f"{name}==")][-1] == f"{name}=={version}"
 
 
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed here")

@@ -1,7 +1,7 @@
 """Writes COMPATIBILITY.md, or checks that it is in step, from where its facts are kept.
 
-Ranges come from the packages' own pyproject.toml, tested versions from tools/constraints.txt, and recipes from their
-heads; so the page cannot say what nobody tested.
+Ranges come from the packages' own pyproject.toml, tested versions from tools/constraints.txt, builds of vLLM from
+tools/vllm_builds.toml, which the noxfile runs, and recipes from their heads; so the page cannot say what nobody tested.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from verl_trainers.recipes.catalog import recipes
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "COMPATIBILITY.md"
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
+VLLM_BUILDS = ROOT / "tools" / "vllm_builds.toml"
 UPDATE = "python tools/compatibility.py --write"
 SHOWN = ("torch", "transformers", "ray")
 """Libraries that decide whether an installation works; `verl-train doctor` compares all of them."""
@@ -30,6 +31,15 @@ Written by `{UPDATE}`; a test compares it. `verl-train doctor` compares an insta
 
 | | range that the packages ask for | tested with |
 |---|---|---|
+"""
+VLLM = """
+## vLLM
+
+The packages ask for vLLM `{asked}`. One older than the oldest here is refused, one newer than the newest
+is warned of. What a build cannot do is not claimed: `keep` needs 0.32, and the CPU build cannot sleep.
+
+| build | session that runs all tests of the engine with it | needs | last run |
+|---|---|---|---|
 """
 RECIPES = """
 ## Recipes
@@ -48,8 +58,13 @@ def render(root: Path) -> str:
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE))
     rows = [("Python", python, TESTED_PYTHON), *((name, asked_of(name, projects), pins[name]) for name in SHOWN)]
     versions = "".join(f"| {name} | `{asked}` | {tested} |\n" for name, asked, tested in rows)
+    builds = "".join(
+        f"| {row['build']} | `{session}` | {row['needs']} | {row['last_run']} |\n"
+        for session, row in tomllib.loads(VLLM_BUILDS.read_text(encoding="utf-8")).items()
+    )
+    vllm = VLLM.format(asked=asked_of("vllm", projects)) + builds
     table = "".join(f"| `{row.name}` | {row.what} | {row.needs} | {row.last_run} |\n" for row in recipes())
-    return HEAD + versions + RECIPES + table
+    return HEAD + versions + vllm + RECIPES + table
 
 
 def asked_of(name: str, projects: list[dict[str, object]]) -> str:

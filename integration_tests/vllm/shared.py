@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -20,6 +22,7 @@ from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.plugins import build_config
 from verl_contracts.rollout import RolloutSettings
 from verl_contracts.testing.tensors import ListSource
+from verl_rollout.engine.vllm.builds import on_cpu
 from verl_rollout.engine.vllm.causes import Causes
 from verl_rollout.engine.vllm.engine import VLLMEngine
 from verl_rollout.engine.vllm.options import VLLMOptions
@@ -89,15 +92,15 @@ def end_all() -> None:
         llm.shutdown(30.0)
 
 
-def tiny_model(folder: Path, *, seed: int = 0) -> PreTrainedModel:
-    """Save a model of two layers and four heads, whose distributions are sharp enough to compare choices."""
+def tiny_model(folder: Path, *, seed: int = 0, heads: int = 4) -> PreTrainedModel:
+    """Save a model of two layers, whose distributions are sharp enough to compare choices."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=heads,
         num_key_value_heads=2,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
@@ -120,13 +123,28 @@ def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+def devices() -> int:
+    """Return how many devices replicas can have here; on CPU a device is a core."""
+    return len(os.sched_getaffinity(0)) if on_cpu() else torch.cuda.device_count()
+
+
+def need_two_devices() -> None:
+    """Skip a test that needs two devices where there are fewer."""
+    if devices() < 2:
+        pytest.skip(f"needs two devices, and here is {devices()}")
+
+
 def settings_of(folder: Path, **changes: object) -> RolloutSettings:
-    """Return settings for a small engine."""
+    """Return settings for a small engine; on a GPU several fit beside each other, and start quickly."""
+    small = {} if on_cpu() else {"gpu_memory_utilization": 0.1, "kv_cache_gib": 0.5, "enforce_eager": True}
+    options = changes.pop("engine_options", {})
     fields: dict[str, object] = {
         "model_path": str(folder),
         "engine": "vllm",
+        "engine_options": {**small, **cast("Mapping[str, object]", options)},
         "max_model_len": 640,
         "max_num_seqs": 8,
+        "options": {} if on_cpu() else {"gpus_per_device": 1.0},
         **changes,
     }
     return RolloutSettings(**fields)  # type: ignore[arg-type]

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from shared import CLOCK, complete, on_loop, serving, settings_of, soon, tiny_model, update, weights_of
+from shared import (
+    CLOCK,
+    complete,
+    need_two_devices,
+    on_loop,
+    serving,
+    settings_of,
+    soon,
+    tiny_model,
+    update,
+    weights_of,
+)
 from texts import compare, greedy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -109,6 +120,5 @@ def test_shards_of_one_model_are_the_model(tmp_path: Path) -> None:
             await update(engine, weights_of(other), 2)
             compare(await complete(engine, requests), requests, other)
 
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("two shards want two cores")
+    need_two_devices()
     on_loop(case(), 220.0)
