@@ -11,6 +11,7 @@ from driving import Finished, train
 from verl_contracts.plugins import available, families
 from verl_trainers.core.metric_table import ALWAYS, METRICS, describe
 
+HIT_SHARE = "rollout/prefix_cache_hit_share"
 OPTIONAL = {
     "actor/kl_loss",  # asked for below
     "seconds/sync",  # every step has one below
@@ -20,7 +21,7 @@ OPTIONAL = {
     "actor/approx_kl",
     "rollout/logprob_diff",
     "rollout/logprob_diff_max",
-    *(row.name for row in METRICS if row.section == "Replicas"),
+    *(row.name for row in METRICS if row.section == "Replicas" and row.name != HIT_SHARE),
 }
 """Metrics with a condition that holds in the runs of this test."""
 EXPECTED = {row.name for row in METRICS if row.present == ALWAYS and "{" not in row.name} | OPTIONAL
@@ -54,6 +55,7 @@ def test_every_step_has_every_metric(mode: str, tmp_path: Path) -> None:
         assert row["useful_tokens"] == 1.0
         assert row["seconds/step"] >= row["seconds/update"] + row["seconds/sync"] + row["seconds/wait"]
         assert {"seconds/update/forward_backward", "seconds/sync/transfer"} <= row.keys()
+    assert rows[0][HIT_SHARE] > 0.5, "samples of a group share their prompt"
     (tracker,) = trackers(run)
     assert tracker == {"name": "jsonl", "written": STEPS, "failed": 0, "lost": 0, "error": None}
 
