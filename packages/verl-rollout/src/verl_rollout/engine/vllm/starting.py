@@ -89,6 +89,7 @@ def _environment(settings: RolloutSettings, options: VLLMOptions, *, rank: int) 
         # What vLLM warns of at each start is nobody's business who did not write it.
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and NAME not in plugins.split(","):
