@@ -82,6 +82,9 @@ class SharedEngine(VLLMEngine):
         await self._openai.close()
         await self._llm.pause_generation(mode="abort", clear_cache=True)
         await self._llm.resume_generation()
+        for name in self._adapters.known or ():
+            await self._adapters.unload(name)
+        await self._adapters.shut_down()
         await self._receivers.shut_down()
 
 

@@ -123,11 +123,12 @@ async def serving(
 @asynccontextmanager
 async def bare(settings: RolloutSettings, options: Mapping[str, object]) -> AsyncIterator[AsyncLLM]:
     """Yield a vLLM of this process, with the arguments that ours has, and weights from the folder."""
+    from verl_rollout.engine.vllm.causes import Causes
     from verl_rollout.engine.vllm.options import VLLMOptions
     from verl_rollout.engine.vllm.starting import start
 
-    made = VLLMOptions(**options)  # type: ignore[arg-type]
-    llm = await asyncio.to_thread(start, settings, made, rank=0)
+    made, causes = VLLMOptions(**options), Causes()  # type: ignore[arg-type]
+    llm = await asyncio.to_thread(start, settings, made, rank=0, causes=causes)
     try:
         yield llm
     finally:

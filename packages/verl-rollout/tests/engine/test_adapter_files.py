@@ -12,7 +12,7 @@ from transformers import Qwen2Config
 
 from verl_contracts.errors import DataError
 from verl_rollout.engine.adapter_files import CONFIG, WEIGHTS, check_files, copy_files
-from verl_rollout.engine.checkpoint import empty_model
+from verl_rollout.engine.torch.checkpoint import empty_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

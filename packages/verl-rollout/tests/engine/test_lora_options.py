@@ -8,6 +8,7 @@ from verl_contracts.errors import ConfigError
 from verl_contracts.plugins import build_config
 from verl_contracts.rollout import RolloutSettings
 from verl_rollout.engine.vllm.arguments import engine_arguments
+from verl_rollout.engine.vllm.builds import on_cpu
 from verl_rollout.engine.vllm.options import VLLMOptions
 
 LORA = ("enable_lora", "max_loras", "max_lora_rank")
@@ -22,8 +23,9 @@ def test_vllm_is_told_of_adapters_only_when_there_may_be_some() -> None:
         return [arguments.get(name) for name in LORA]
 
     assert told() == told(max_lora_rank=64) == [None, None, None]
-    assert told(max_loras=2) == [True, 2, 16]
-    assert told(max_loras=1, max_lora_rank=8) == [True, 1, 8]
+    spare = 1 if on_cpu() else 0
+    assert told(max_loras=2) == [True, 2 + spare, 16]
+    assert told(max_loras=1, max_lora_rank=8) == [True, 1 + spare, 8]
 
 
 @pytest.mark.parametrize(

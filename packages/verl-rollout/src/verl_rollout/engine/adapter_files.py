@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from safetensors import SafetensorError, safe_open
 
 from verl_contracts.errors import DataError
-from verl_rollout.engine.checkpoint import named_tensors, some
+from verl_rollout.engine.torch.checkpoint import named_tensors, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

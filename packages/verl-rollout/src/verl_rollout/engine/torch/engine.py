@@ -24,10 +24,10 @@ from verl_contracts.errors import DataError, StateError, VerlError, WaitTimeout
 from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, PAUSED, SERVING, SLEEP
 from verl_contracts.waits import bounded
 from verl_rollout.engine.base import NoOptions
-from verl_rollout.engine.checkpoint import check_manifest
 from verl_rollout.engine.receiving import InProcessReceiverHost, not_loaded
 from verl_rollout.engine.requests import check_request
 from verl_rollout.engine.torch.answers import Answers
+from verl_rollout.engine.torch.checkpoint import check_manifest
 from verl_rollout.engine.torch.decoder import Decoder, Job, Result
 from verl_rollout.engine.torch.model import Shape, allocate, build_model, release
 from verl_rollout.engine.torch.target import ModelTarget

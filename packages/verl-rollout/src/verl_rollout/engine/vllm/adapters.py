@@ -102,16 +102,13 @@ class Adapters:
             try:
                 adapter = await self._read(name, folder, copy, number)
                 if adapter is not None:
-                    await self._life.watch(self._llm.add_lora(adapter.lora))
+                    await self._drop_others()
+                    await self._give(adapter)
                     self._loaded[name] = adapter
             except DataError as exc:
                 raise DataError(
                     f"replica {self._replica_id} cannot load adapter {name!r} from {folder}: {exc}"
                 ) from exc
-            except Exception as exc:
-                if self._life.over or isinstance(exc, StateError):
-                    raise
-                raise DataError(f"vLLM refuses adapter {name!r} from {folder}: {_cause(exc)}") from exc
             finally:
                 if name not in self._loaded or self._loaded[name].folder != copy:
                     shutil.rmtree(copy, ignore_errors=True)
@@ -137,23 +134,38 @@ class Adapters:
         async with self._changing:
             for name, adapter in self._loaded.items():
                 try:
-                    await self._life.watch(self._llm.add_lora(adapter.lora))
-                except Exception as exc:
-                    if self._life.over:
-                        raise
-                    raise WeightSyncError("commit", f"adapter {name!r} cannot be loaded again: {_cause(exc)}") from exc
+                    await self._give(adapter)
+                except DataError as exc:
+                    raise WeightSyncError("commit", f"adapter {name!r} cannot be loaded again: {exc}") from exc
 
     async def shut_down(self) -> None:
         """Remove our copies."""
         if self._root is not None:
             await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
+    async def _give(self, adapter: _Adapter) -> None:
+        """Let vLLM load one. Raises `DataError` with what it says of one that it refuses."""
+        try:
+            await self._life.watch(self._llm.add_lora(adapter.lora))
+        except Exception as exc:
+            if self._life.over:
+                raise
+            text = " ".join(str(exc).split())
+            cause = _CAUSE.fullmatch(text)
+            raise DataError(f"vLLM refuses it: {cause[1] if cause else text}") from exc
+
+    async def _drop_others(self) -> None:
+        """Let vLLM forget what it loaded after its caller had given up: our count of slots would be wrong."""
+        ours = {adapter.lora.lora_int_id for adapter in self._loaded.values()}
+        for other in set(await self._life.watch(self._llm.list_loras())) - ours:
+            await self._life.watch(self._llm.remove_lora(other))
+
     async def _read(self, name: str, folder: str, copy: Path, number: int) -> _Adapter | None:
         """Copy and check an adapter; None when the very same is loaded."""
         from vllm.lora.request import LoRARequest
 
         from verl_rollout.engine.adapter_files import check_files, copy_files
-        from verl_rollout.engine.checkpoint import empty_model
+        from verl_rollout.engine.torch.checkpoint import empty_model
 
         digest = await asyncio.to_thread(copy_files, folder, copy)
         before = self._loaded.get(name)
@@ -210,13 +222,6 @@ class TakesAdapters:
         self._life.check()
         if self._adapters.known is None:
             raise StateError(f"replica {self._replica_id} takes no adapters: set engine_kwargs.max_loras to 1 or more")
-
-
-def _cause(exc: Exception) -> str:
-    """Return what vLLM says, in one line, without what it always says."""
-    text = " ".join(str(exc).split())
-    found = _CAUSE.fullmatch(text)
-    return found[1] if found else text
 
 
 if TYPE_CHECKING:

@@ -70,7 +70,8 @@ def engine_arguments(settings: RolloutSettings, options: VLLMOptions, *, rank: i
         arguments["kv_cache_memory_bytes"] = attention.cache_bytes(settings, sequences=sequences, devices=each)
     if options.max_loras:
         arguments["enable_lora"] = True
-        arguments["max_loras"] = options.max_loras
+        # The CPU build computes what has no adapter with the last slot, next to what has one: that slot stays empty.
+        arguments["max_loras"] = options.max_loras + cpu
         arguments["max_lora_rank"] = options.max_lora_rank
     if options.enable_chunked_prefill is not None:
         arguments["enable_chunked_prefill"] = options.enable_chunked_prefill

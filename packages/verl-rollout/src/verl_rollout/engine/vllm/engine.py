@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import DataError, StateError
 from verl_contracts.plugins import build_config
-from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, OPENAI, PAUSED, SERVING, SLEEP, ReplicaStatus
+from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, LORA, OPENAI, PAUSED, SERVING, SLEEP, ReplicaStatus
 from verl_contracts.waits import bounded
 from verl_rollout.engine.requests import check_request
+from verl_rollout.engine.vllm.adapters import Adapters, TakesAdapters
 from verl_rollout.engine.vllm.answers import Spans, aborted, completed
 from verl_rollout.engine.vllm.arguments import engine_arguments
 from verl_rollout.engine.vllm.builds import check_installed, on_cpu
@@ -65,7 +66,7 @@ _CONTROL_LIMIT_S = 60.0
 _CLOSE_LIMIT_S = 30.0
 
 
-class VLLMEngine:
+class VLLMEngine(TakesAdapters):
     """One `AsyncLLM`, see `verl_rollout.engine.base.Engine`."""
 
     Config: ClassVar[type] = VLLMOptions
@@ -93,6 +94,7 @@ class VLLMEngine:
         self._prompts = PromptCount()
         self._busy = BusyTime()
         self._now = Condition()
+        self._adapters = Adapters(llm, settings, options, replica_id=replica_id, life=self._life)
         self._receivers = VLLMReceiverHost(
             llm,
             settings,
@@ -100,6 +102,7 @@ class VLLMEngine:
             workers=settings.devices_per_replica,
             clock=clock,
             begin=self._begin_update,
+            restore=self._adapters.restore,
             committed=self._committed,
         )
         self._openai = OpenAIServer(
@@ -204,6 +207,7 @@ class VLLMEngine:
     def capabilities(self) -> frozenset[Capability]:
         """What the installed vLLM can do: the CPU build cannot sleep, and older ones do not tell versions apart."""
         can = {SLEEP: not on_cpu(), KEEP: tells_versions(), OPENAI: self._options.openai_server}
+        can[LORA] = self._options.max_loras > 0
         return frozenset(name for name, true in can.items() if true)
 
     async def openai_endpoint(self, *, deadline: Deadline) -> OpenAIEndpoint:
@@ -248,6 +252,7 @@ class VLLMEngine:
         self._fail_waiting(self._life.end())
         await self._openai.close()
         await self._receivers.shut_down()
+        await self._adapters.shut_down()
         await asyncio.to_thread(self._llm.shutdown, _CLOSE_LIMIT_S)
 
     async def _generate(self, request: GenerationRequest, flight: InFlight) -> Completion | AbortedCompletion:
@@ -264,10 +269,10 @@ class VLLMEngine:
             # The salt makes the version part of a prefix's identity: none is shared by requests of two versions.
             prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"v{version}"}
             parameters = sampling_parameters(request.sampling, self._options.report_interval)
-            async for output in self._llm.generate(prompt, parameters, request.request_id):
-                (flight.last,) = output.outputs
-                self._count(flight)
-                flight.read_prompt(output)
+            with self._adapters.using(request) as lora:
+                async for output in self._llm.generate(prompt, parameters, request.request_id, lora_request=lora):
+                    self._tokens += flight.read_tokens(output)
+                    flight.read_prompt(output)
         except EngineDeadError as exc:
             end = self._life.end()
             part = aborted(flight.last, request, spans, replica=self._replica_id, reason="the engine died")
@@ -320,16 +325,11 @@ class VLLMEngine:
             raise self._invalid(min_version)
         return version
 
-    def _count(self, flight: InFlight) -> None:
-        if flight.last is not None:
-            count = len(flight.last.token_ids)
-            self._tokens += count - flight.counted
-            flight.counted = count
-
     def _check(self, request: GenerationRequest) -> None:
         """Refuse what can never be served, or not now."""
         self._raise_if_not_accepting()
-        check_request(request, max_model_len=self._settings.max_model_len, vocab_size=self._vocab_size)
+        known = self._adapters.known
+        check_request(request, max_model_len=self._settings.max_model_len, vocab_size=self._vocab_size, adapters=known)
         if request.request_id in self._flying:
             raise DataError(f"request id {request.request_id!r} is in flight already; ids must be unique")
 

@@ -37,6 +37,12 @@ class InFlight:
     cached_tokens: int = 0
     """Part of the prompt that vLLM took from its prefix cache."""
 
+    def read_tokens(self, output: RequestOutput) -> int:
+        """Note what there is of its answer; return how many tokens are new."""
+        (self.last,) = output.outputs
+        before, self.counted = self.counted, len(self.last.token_ids)  # a list of vLLM's own, which grows
+        return self.counted - before
+
     def read_prompt(self, output: RequestOutput) -> None:
         """Note what became of its prompt; a first token tells that it is computed."""
         if self.prompt_tokens == 0 and any(part.token_ids for part in output.outputs):

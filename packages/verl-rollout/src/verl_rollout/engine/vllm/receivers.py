@@ -50,15 +50,21 @@ class VLLMReceiverHost:
         workers: int,
         clock: Clock,
         begin: Callable[[], None],
+        restore: Callable[[], Awaitable[None]],
         committed: Callable[[int, bool], None],
     ) -> None:
-        """Connect to nothing yet. `begin` declares the engine's weights invalid, `committed` names the new ones."""
+        """Connect to nothing yet.
+
+        `begin` declares the engine's weights invalid, `restore` puts back what vLLM drops with the old ones, and
+        `committed` names the new ones.
+        """
         self._llm = llm
         self._settings = settings
         self._replica_id = replica_id
         self._workers = workers
         self._clock = clock
         self._begin = begin
+        self._restore = restore
         self._committed = committed
         self._folder: str | None = None
         self._clients: list[ControlClient] = []
@@ -113,6 +119,7 @@ class VLLMReceiverHost:
         if not keep_cache:
             again = self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._limited(again, "dropping the cache", deadline)
+        await self._limited(self._restore(), "loading the adapters again", deadline)
         self._committed(version, keep_cache)
 
     async def abort(self, reason: str, /, *, deadline: Deadline) -> None:
@@ -159,7 +166,7 @@ class VLLMReceiverHost:
 
     def _check(self, manifest: Manifest) -> None:
         """Refuse tensors that the model does not have, or not in this shape, before anything is touched."""
-        from verl_rollout.engine.checkpoint import check_manifest, empty_model
+        from verl_rollout.engine.torch.checkpoint import check_manifest, empty_model
 
         check_manifest(manifest, empty_model(self._settings.model_path))
 

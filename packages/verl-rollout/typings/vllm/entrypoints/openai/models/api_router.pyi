@@ -1,0 +1,3 @@
+from fastapi import FastAPI
+
+def attach_router(app: FastAPI) -> None: ...
