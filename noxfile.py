@@ -276,29 +276,10 @@ def tests_trainers_trackers(session: nox.Session) -> None:
     session.run(python, "-m", "pytest", "-m", "trackers", path, *session.posargs)
 
 
-@nox.session(name="tests-rollout-vllm")
-def tests_rollout_vllm(session: nox.Session) -> None:
-    """The vLLM engine on vLLM's CPU build, filled through shared memory; with a small language model beside the toy."""
-    vllm_tests(session, "tests-rollout-vllm")
-
-
-@nox.session(name="tests-rollout-vllm-oldest", default=False)
-def tests_rollout_vllm_oldest(session: nox.Session) -> None:
-    """The same with the oldest vLLM that the engine takes, which does not tell versions apart."""
-    vllm_tests(session, "tests-rollout-vllm-oldest")
-
-
-@nox.session(name="tests-rollout-vllm-gpu", default=False)
-def tests_rollout_vllm_gpu(session: nox.Session) -> None:
-    """The same on GPUs."""
-    name = "tests-rollout-vllm-gpu"
-    if not list(Path("/dev").glob("nvidia[0-9]*")):
+def tests_rollout_vllm(session: nox.Session, name: str) -> None:
+    """Run the tests of the vLLM engine, on weights through shared memory, with the vLLM of this session."""
+    if name.endswith("-gpu") and not list(Path("/dev").glob("nvidia[0-9]*")):
         session.error(f"this machine has no NVIDIA GPU (no /dev/nvidia0); {name} needs {VLLM_BUILDS[name]['needs']}")
-    vllm_tests(session, name)
-
-
-def vllm_tests(session: nox.Session, name: str) -> None:
-    """Run the tests of the vLLM engine with the vLLM of a session."""
     python, model = vllm_environment(session, name)
     env = {"VERL_SMOLLM2": str(model)}
     session.run(python, "-m", "pytest", "-W", "default", "integration_tests/vllm", *session.posargs, env=env)
@@ -386,6 +367,15 @@ def generate(what: Callable[[nox.Session, Package], None], *, default: bool = Tr
         session_of.__doc__ = f"{package.name}: {what.__doc__}"
         nox.session(name=f"{what.__name__}-{package.name}", default=default)(session_of)
 
+
+for vllm_session in VLLM_BUILDS:
+
+    def session_of_vllm(session: nox.Session, name: str = vllm_session) -> None:
+        """Run the tests of the vLLM engine."""
+        tests_rollout_vllm(session, name)
+
+    session_of_vllm.__doc__ = VLLM_BUILDS[vllm_session]["what"]
+    nox.session(name=vllm_session, default=vllm_session == "tests-rollout-vllm")(session_of_vllm)
 
 generate(typecheck)
 generate(tests)
