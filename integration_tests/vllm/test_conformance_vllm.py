@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import pytest
+from adapters import write_adapter
 from shared import CLOCK, on_loop, send, settings_of, soon, weights_of
 
 from verl_contracts.runtime import RuntimeSettings
@@ -31,6 +32,7 @@ T = TypeVar("T")
 
 class TestVLLMReplica(ReplicaSuite):
     limit_s = 100.0
+    options: ClassVar[Mapping[str, object]] = {}
     _folder: Path
     _tensors: Mapping[str, torch.Tensor]
 
@@ -47,7 +49,7 @@ class TestVLLMReplica(ReplicaSuite):
         runtime = await LocalRuntime.create(RuntimeSettings(run_id="vllm"), clock=clock, events=events)
         try:
             manager = await ReplicaManager.create(
-                settings_of(self._folder, engine="shared:SharedEngine"),
+                settings_of(self._folder, engine="shared:SharedEngine", engine_options=self.options),
                 runtime=runtime,
                 grant=None,
                 start_rank=None,
@@ -62,3 +64,15 @@ class TestVLLMReplica(ReplicaSuite):
     async def commit(self, replica: Replica, version: int, *, keep_cache: bool) -> None:
         await send(replica.receiver_host, ListSource(self._tensors), version, keep_cache=keep_cache)
         await asyncio.sleep(0)
+
+
+class TestVLLMReplicaWithAdapters(TestVLLMReplica):
+    options: ClassVar[Mapping[str, object]] = {"max_loras": 1}
+    _adapter: Path
+
+    @pytest.fixture(autouse=True)
+    def _write(self, tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+        self._adapter = write_adapter(tmp_path, tiny[1], seed=6)
+
+    def adapter_folder(self) -> str:
+        return str(self._adapter)
