@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from adapters import merged, write_adapter
-from shared import complete, on_loop, send, serving, settings_of, soon, update, weights_of
+from shared import complete, need_two_devices, on_loop, send, serving, settings_of, soon, tiny_model, update, weights_of
 from texts import compare, greedy
 
 from verl_contracts.errors import DataError, StateError, WaitTimeout
@@ -175,6 +175,49 @@ def test_what_does_not_fit_is_refused_and_nothing_else_suffers(
             compare(await complete(engine, requests), requests, merged(model, two[1]))
 
     on_loop(case())
+
+
+def test_load_that_was_given_up_takes_no_slot(
+    tiny: tuple[Path, PreTrainedModel], two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async def case() -> None:
+        from vllm.lora.request import LoRARequest
+
+        folder, model = tiny
+        async with serving(adapting(folder), weights_of(model)) as engine:
+            await engine.load_adapter("a", folder=str(two[0]), deadline=soon())
+            await engine._llm.add_lora(LoRARequest("late", 77, str(write_adapter(tmp_path, model, seed=7))))
+            await engine.load_adapter("b", folder=str(two[1]), deadline=soon())
+            assert 77 not in await engine._llm.list_loras()
+            plain = greedy(range(4))
+            requests = [*plain, *with_adapter(plain, "b")]
+            replies = await complete(engine, requests)
+            compare(replies[:4], plain, model)  # on CPU these would show what lies in the last slot
+            compare(replies[4:], requests[4:], merged(model, two[1]))
+
+    on_loop(case())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}], ids=["shards", "copies"])
+def test_each_worker_has_the_adapter(tmp_path: Path, options: dict[str, object]) -> None:
+    async def case() -> None:
+        model, other = tiny_model(tmp_path / "one"), tiny_model(tmp_path / "two", seed=1)
+        adapter = write_adapter(tmp_path / "adapter", model, seed=8, rank=16)
+        settings = settings_of(tmp_path / "one", devices_per_replica=2, engine_options={"max_loras": 1, **options})
+        async with serving(settings, weights_of(model)) as engine:
+            await engine.load_adapter("a", folder=str(adapter), deadline=soon())
+            plain = greedy(range(8))
+            requests = with_adapter(plain, "a")
+            for truth in (model, other):
+                if truth is other:
+                    await update(engine, weights_of(other), 2)
+                replies = await complete(engine, [*plain, *requests])
+                compare(replies[:8], plain, truth)
+                compare(replies[8:], requests, merged(truth, adapter))
+
+    need_two_devices()
+    on_loop(case(), 220.0)
 
 
 def test_engine_without_room_for_adapters_claims_none(
