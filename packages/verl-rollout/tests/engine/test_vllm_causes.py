@@ -42,7 +42,7 @@ def run(causes: Causes, code: str = LOGS) -> None:
 
 def test_the_first_of_errors_that_come_together_is_the_cause() -> None:
     causes = Causes()
-    assert causes.last() is None
+    assert causes.first() is causes.last() is None
     run(causes)
     assert causes.last() == "ValueError: a head of size 24"
 
@@ -52,6 +52,7 @@ def test_errors_of_long_ago_are_not_the_cause(monkeypatch: pytest.MonkeyPatch) -
     causes = Causes()
     run(causes)
     assert causes.last() == "the engine of it is dead"
+    assert causes.first() == "ValueError: a head of size 24"
 
 
 def test_the_replica_itself_and_our_own_errors_do_not_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ __all__ = ["VARIABLE", "Causes", "report_errors"]
 
 VARIABLE: Final = "VERL_VLLM_ERRORS"
 """Environment variable that tells vLLM's processes where the file is."""
-_BURST_S: Final = 5.0
+_BURST_S: Final = 10.0
 """Errors that follow each other faster have one cause."""
 _LONGEST: Final = 500
 
@@ -34,15 +34,22 @@ class Causes:
         """Where those processes find it."""
         weakref.finalize(self, os.close, self._file)
 
+    def first(self) -> str | None:
+        """Return the first error; None when none was logged."""
+        return next((text for _, text in self._read()), None)
+
     def last(self) -> str | None:
         """Return the first error of the last that came together; None when none was logged."""
         found: tuple[float, str] | None = None
-        for line in reversed(os.pread(self._file, os.fstat(self._file).st_size, 0).splitlines()):
-            at, text = json.loads(line)
+        for at, text in reversed(self._read()):
             if found is not None and found[0] - at > _BURST_S:
                 break
             found = (at, text)
         return None if found is None else found[1]
+
+    def _read(self) -> list[tuple[float, str]]:
+        lines = os.pread(self._file, os.fstat(self._file).st_size, 0).splitlines()
+        return [(at, text) for at, text in map(json.loads, lines)]
 
 
 def report_errors() -> None:

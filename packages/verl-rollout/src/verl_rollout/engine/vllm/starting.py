@@ -57,7 +57,7 @@ def start(settings: RolloutSettings, options: VLLMOptions, *, rank: int, causes:
         except ValueError as exc:
             raise _refusal(release, exc) from exc
         except RuntimeError as exc:
-            raise RuntimeError(f"vLLM {release} did not start: {causes.last() or exc}") from exc
+            raise RuntimeError(f"vLLM {release} did not start: {causes.first() or exc}") from exc
 
 
 def cores_of(settings: RolloutSettings, options: VLLMOptions, *, rank: int, allowed: list[int]) -> list[int] | None:
