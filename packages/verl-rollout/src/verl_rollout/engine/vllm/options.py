@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["VLLMOptions"]
+__all__ = ["RESERVED", "VLLMOptions"]
 
 _KEYS: Final[Mapping[str, str]] = {
     "data_parallel_size": "engine_kwargs.data_parallel_size",
@@ -50,6 +50,8 @@ _OURS: Final = frozenset(
     }
 )
 """Arguments of vLLM that the engine decides, and those that begin with ``data_parallel_`` too."""
+RESERVED: Final = frozenset(_KEYS) | _OURS
+"""Arguments of vLLM that `engine_args` refuses."""
 _ONE: Final = frozenset({"nnodes", "pipeline_parallel_size", "prefill_context_parallel_size"})
 """Arguments of vLLM that would give a replica more workers than it counts."""
 _RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
