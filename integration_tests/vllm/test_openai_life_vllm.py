@@ -130,8 +130,9 @@ def test_a_manager_starts_the_endpoints_and_gives_their_addresses(words: tuple[P
 
 async def said_in_readme(names: dict[str, object]) -> None:
     """Run the README's example."""
-    (example,) = README.read_text(encoding="utf-8").split("```python\n")[1:]
-    code = compile(example.split("```")[0], str(README), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    blocks = [part.split("```")[0] for part in README.read_text(encoding="utf-8").split("```python\n")[1:]]
+    (example,) = [block for block in blocks if "AsyncOpenAI" in block]
+    code = compile(example, str(README), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     await eval(code, names)
 
 
