@@ -375,7 +375,7 @@ for vllm_session in VLLM_BUILDS:
         tests_rollout_vllm(session, name)
 
     session_of_vllm.__doc__ = VLLM_BUILDS[vllm_session]["what"]
-    nox.session(name=vllm_session, default=vllm_session == "tests-rollout-vllm")(session_of_vllm)
+    nox.session(name=vllm_session, default=False)(session_of_vllm)
 
 generate(typecheck)
 generate(tests)
@@ -393,7 +393,6 @@ nox.options.sessions = [
     *(f"tests-{package.name}" for package in PACKAGES),
     "tests-contracts-torch",
     "tests-trainers-trackers",
-    "tests-rollout-vllm",
     "integration",
     "quickstart",
 ]
