@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -194,6 +195,9 @@ def model_of(load: Load, conditions: Conditions) -> tuple[PreTrainedModel, Rollo
     if load.model == "toy":
         folder = conditions.folder / "toy"
         toy.write_model(folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["max_position_embeddings"] = max(config["max_position_embeddings"], load.prompt_tokens + load.new_tokens)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     elif not folder.exists():
         raise BenchError(f"{folder} is not there; make it: python tools/make_smollm2.py models/smollm2")
     disable_progress_bar()  # type: ignore[no-untyped-call]
