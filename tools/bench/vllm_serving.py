@@ -123,13 +123,14 @@ async def serving(
 
 @asynccontextmanager
 async def bare(settings: RolloutSettings, options: Mapping[str, object]) -> AsyncIterator[AsyncLLM]:
-    """Yield a vLLM of this process, with the arguments that ours has, and weights from the folder."""
-    from verl_rollout.engine.vllm.causes import Causes
+    """Yield a vLLM of this process, with the arguments that ours has but for the way that its weights come."""
+    from verl_rollout.engine.vllm.arguments import engine_arguments
     from verl_rollout.engine.vllm.options import VLLMOptions
-    from verl_rollout.engine.vllm.starting import start
+    from verl_rollout.engine.vllm.starting import environment_of, launch
 
-    made, causes = VLLMOptions(**options), Causes()  # type: ignore[arg-type]
-    llm = await asyncio.to_thread(start, settings, made, rank=0, causes=causes)
+    made = VLLMOptions(**options)  # type: ignore[arg-type]
+    arguments = {**engine_arguments(settings, made, rank=0), "load_format": "auto", "weight_transfer_config": None}
+    llm = await asyncio.to_thread(launch, arguments, environment_of(settings, made, rank=0))
     try:
         yield llm
     finally:

@@ -49,6 +49,7 @@ _LIMIT_KEY: Final = "actor_rollout_ref.rollout.request_limit_s"
 _GRACE_S: Final = 2
 """How long connections may finish what they send when the server is closed."""
 _CLOSE_LIMIT_S: Final = 10.0
+_CUT_EVERY_S: Final = 0.1
 
 
 class Relay(Protocol):
@@ -127,9 +128,12 @@ class OpenAIServer:
             running.sock.close()
 
     async def _stop(self, running: _Running) -> None:
-        await self._llm.abort_all()
-        await running.loop  # wait: `close` bounds it
-        await running.server.shutdown([running.sock])
+        cutting = asyncio.create_task(self._llm.cut())
+        try:
+            await running.loop  # wait: `close` bounds it
+            await running.server.shutdown([running.sock])
+        finally:
+            cutting.cancel()
 
     async def _started(self) -> OpenAIEndpoint:
         async with self._starting:
@@ -218,9 +222,11 @@ class _RelayedLLM:
         finally:
             self._names.remove(name)
 
-    async def abort_all(self) -> None:
-        """Cut what runs; it comes back with the finish reason `abort`."""
-        await self._llm.abort(list(self._names))
+    async def cut(self) -> None:
+        """Cut what runs, with the finish reason `abort`, until cancelled: what has just come is not in vLLM yet."""
+        while True:
+            await self._llm.abort(list(self._names))
+            await asyncio.sleep(_CUT_EVERY_S)
 
 
 def _arguments(settings: RolloutSettings, options: VLLMOptions, model: str) -> Namespace:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verl_rollout.engine.vllm.causes import Causes
     from verl_rollout.engine.vllm.options import VLLMOptions
 
-__all__ = ["cores_of", "start"]
+__all__ = ["cores_of", "environment_of", "launch", "start"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,26 +38,27 @@ def start(settings: RolloutSettings, options: VLLMOptions, *, rank: int, causes:
     """
     release = check_installed()
     arguments = engine_arguments(settings, options, rank=rank)
-    environment = {**_environment(settings, options, rank=rank), VARIABLE: causes.path}
+    environment = {**environment_of(settings, options, rank=rank), VARIABLE: causes.path}
+    _log.info("starting vLLM %s: %s", release, arguments)
+    try:
+        return launch(arguments, environment)
+    except TypeError as exc:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.engine_kwargs.engine_args: vLLM {release} does not take them: {exc}"
+        ) from exc
+    except ValueError as exc:
+        raise ConfigError(f"actor_rollout_ref.rollout: vLLM {release} refuses its settings: {exc}") from exc
+    except RuntimeError as exc:
+        raise RuntimeError(f"vLLM {release} did not start: {causes.first() or exc}") from exc
+
+
+def launch(arguments: Mapping[str, object], environment: Mapping[str, str | None]) -> AsyncLLM:
+    """Start vLLM with the arguments of its `AsyncEngineArgs`; raises what vLLM raises."""
     with _ONE_AT_A_TIME, _set(environment):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        _log.info("starting vLLM %s: %s", release, arguments)
-        try:
-            config = AsyncEngineArgs(**arguments)
-        except TypeError as exc:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.engine_kwargs.engine_args: vLLM {release} does not take them: {exc}"
-            ) from exc
-        except ValueError as exc:
-            raise _refusal(release, exc) from exc
-        try:
-            return AsyncLLM.from_engine_args(config)
-        except ValueError as exc:
-            raise _refusal(release, exc) from exc
-        except RuntimeError as exc:
-            raise RuntimeError(f"vLLM {release} did not start: {causes.first() or exc}") from exc
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
 
 def cores_of(settings: RolloutSettings, options: VLLMOptions, *, rank: int, allowed: list[int]) -> list[int] | None:
@@ -80,7 +81,7 @@ def cores_of(settings: RolloutSettings, options: VLLMOptions, *, rank: int, allo
     return allowed[first : first + each]
 
 
-def _environment(settings: RolloutSettings, options: VLLMOptions, *, rank: int) -> dict[str, str | None]:
+def environment_of(settings: RolloutSettings, options: VLLMOptions, *, rank: int) -> dict[str, str | None]:
     """Return the variables that vLLM reads while it starts, None for unset; its processes inherit them."""
     found: dict[str, str | None] = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
@@ -107,10 +108,6 @@ def _binding(cores: list[int], settings: RolloutSettings) -> str:
     share = len(cores) // workers
     parts = [cores[index * share : (index + 1) * share] for index in range(workers)]
     return "|".join(",".join(map(str, part)) for part in parts)
-
-
-def _refusal(release: str, exc: ValueError) -> ConfigError:
-    return ConfigError(f"actor_rollout_ref.rollout: vLLM {release} refuses its settings: {exc}")
 
 
 @contextmanager
