@@ -92,6 +92,8 @@ async def serving(
     from verl_runtime.ray import RayRuntime
     from verl_trainers.workers.source import PolicyWeights
 
+    # Both sides have the same claim to the cores: Ray would put its processes behind all others.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's spelling
     clock, events = SystemClock(), NullEvents()
     weights = PolicyWeights(dict(model.named_parameters()), dtype=getattr(torch, settings.dtype))
     deadline = Deadline.after(clock, LIMIT_S)
