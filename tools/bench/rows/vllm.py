@@ -75,7 +75,7 @@ class ReplicasVersusGenerate:
     name: str = "vllm2_vs_generate"
     target: Target = field(default_factory=lambda: Target(limit=2.0))
     load: Load = field(
-        default_factory=lambda: Load(model="smollm2", requests=128, prompt_tokens=24, new_tokens=32, width=64)
+        default_factory=lambda: Load(model="smollm2", requests=128, prompt_tokens=24, new_tokens=96, width=64)
     )
     baseline: str | None = (
         "transformers' generate in inference mode on all cores, in one batch as wide as both replicas together; "

@@ -96,9 +96,11 @@ class VLLMReceiverHost:
         self._loaded = False
         if self._open:  # what an earlier sync left half done; the tensors come again
             await self._limited(self._llm.finish_weight_update(), "ending the update before", deadline)
-        await self._ask("expect", deadline, plan=plan, limit_s=deadline.remaining(self._clock))
         self._open = True
-        await self._limited(self._llm.start_weight_update(), "the start of a weight update", deadline)
+        await asyncio.gather(
+            self._ask("expect", deadline, plan=plan, limit_s=deadline.remaining(self._clock)),
+            self._limited(self._llm.start_weight_update(), "the start of a weight update", deadline),
+        )
         try:
             request = WeightTransferUpdateRequest(update_info={"session": plan.session})
             await self._limited(self._llm.update_weights(request), "the load of the weights", deadline)
