@@ -42,7 +42,7 @@ __all__ = [
     "WireFormat",
 ]
 
-PHASES = ("prepare", "plan", "pause", "connect", "transfer", "verify", "commit", "resume")
+PHASES = ("prepare", "plan", "pause", "connect", "transfer", "verify", "commit", "resume", "close")
 """Phases of one sync, in order."""
 
 

@@ -55,8 +55,8 @@ async def test_sync_brings_every_replica_to_the_version() -> None:
         assert bench.manager.versions() == {"r0": None, "r1": None}
         report = await bench.manager.update_weights(0, deadline=after())
         assert [(sync.replica, sync.committed, sync.phase) for sync in report.replicas] == [
-            ("r0", True, "resume"),
-            ("r1", True, "resume"),
+            ("r0", True, "close"),
+            ("r1", True, "close"),
         ]
         assert tuple(report.seconds) == PHASES
         assert report.num_bytes == bench.sender.source.manifest(0).num_bytes

@@ -147,7 +147,9 @@ class Transaction:
         with self._phase("commit") as limit:
             await self._each(self._commit, limit)
         with self._phase("resume") as limit:
-            await self._resume(limit)
+            await self._each(self._resume, limit)
+        with self._phase("close"):  # last, for generation need not wait for it
+            await asyncio.gather(self._close_sender(), *(self._close_receiver(member) for member in self.healthy))
         committed = [member for member in self.members if member.committed]
         if len(committed) < self.settings.min_healthy:
             raise self._failure()
@@ -168,7 +170,7 @@ class Transaction:
         if self._sender_error is not None:
             for member in self.healthy:
                 self._lose(member, self._sender_error)
-        if not self.healthy and name not in ("prepare", "resume"):
+        if not self.healthy and name not in ("prepare", "resume", "close"):
             raise self._failure()
         self.phase = name
         for member in self.healthy:
@@ -279,14 +281,9 @@ class Transaction:
         member.committed = True
         self.set_version(member.replica, self.version)
 
-    async def _resume(self, limit: Deadline) -> None:
-        """Resume, and close what was prepared at the same time: calls of one tick travel together."""
-
-        async def resume(member: Member, own: Deadline) -> None:
-            await asyncio.gather(member.replica.resume(deadline=own), self._close_receiver(member))
-            member.paused = False
-
-        await asyncio.gather(self._each(resume, limit), self._close_sender())
+    async def _resume(self, member: Member, own: Deadline) -> None:
+        await member.replica.resume(deadline=own)
+        member.paused = False
 
     async def _each(self, act: Callable[[Member, Deadline], Awaitable[None]], limit: Deadline) -> None:
         """Do `act` with all healthy members at once; those for whom it fails are out."""
