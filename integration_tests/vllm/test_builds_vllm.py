@@ -52,6 +52,7 @@ def test_heads_that_the_cpu_build_computes_are_those_that_are_let_through() -> N
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_copies_of_one_model_are_the_model(tmp_path: Path) -> None:
     async def case() -> None:
@@ -87,6 +88,7 @@ def test_copies_of_one_model_are_the_model(tmp_path: Path) -> None:
     on_loop(case(), 220.0)
 
 
+@pytest.mark.slow
 @CPU_ONLY
 @pytest.mark.timeout(240)
 def test_a_death_is_told_with_its_first_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +112,7 @@ def test_a_death_is_told_with_its_first_cause(tmp_path: Path, monkeypatch: pytes
     on_loop(case(), 220.0)
 
 
+@pytest.mark.slow
 @CPU_ONLY
 @pytest.mark.timeout(240)
 def test_a_vllm_that_does_not_come_up_says_why(tiny: tuple[Path, PreTrainedModel]) -> None:

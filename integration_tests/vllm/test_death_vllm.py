@@ -116,7 +116,7 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("victim", ["engine", "replica"])
+@pytest.mark.parametrize("victim", ["engine", pytest.param("replica", marks=pytest.mark.slow)])
 def test_everything_is_answered_once_when_an_engine_or_a_replica_is_killed(
     tiny: tuple[Path, PreTrainedModel], victim: str
 ) -> None:

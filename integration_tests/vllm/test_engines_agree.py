@@ -86,6 +86,7 @@ def stepped(model: PreTrainedModel, ids: tuple[int, ...]) -> dict[str, torch.Ten
     return weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is not there; make it: python tools/make_smollm2.py")
 def test_a_language_model_is_the_same_in_both_engines_before_and_after_an_update() -> None:
@@ -109,6 +110,7 @@ def test_a_language_model_is_the_same_in_both_engines_before_and_after_an_update
     on_loop(case(), 380.0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_shards_of_one_model_are_the_model(tmp_path: Path) -> None:
     async def case() -> None:

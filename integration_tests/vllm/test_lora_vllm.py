@@ -198,6 +198,7 @@ def test_load_that_was_given_up_takes_no_slot(
     on_loop(case())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}], ids=["shards", "copies"])
 def test_each_worker_has_the_adapter(tmp_path: Path, options: dict[str, object]) -> None:

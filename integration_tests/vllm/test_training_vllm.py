@@ -16,7 +16,9 @@ FP32_CLOSE = 1e-4
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("mode", "runtime"), [("sync", "ray"), ("fully_async", "local")])
+@pytest.mark.parametrize(
+    ("mode", "runtime"), [pytest.param("sync", "ray", marks=pytest.mark.slow), ("fully_async", "local")]
+)
 def test_rollout_and_trainer_agree_on_every_token_of_every_version(tmp_path: Path, mode: str, runtime: str) -> None:
     end_all()  # the engines that other tests share would compete for the cores
     run = train(
