@@ -157,9 +157,7 @@ class VLLMEngine(TakesAdapters):
                 if flight.given:
                     flight.reason = flight.reason or "paused"
         try:
-            # `pause_generation` would sleep 20 ms after this, for outputs of requests that it cut.
-            pause = self._llm.engine_core.pause_scheduler_async if mode == "keep" else self._llm.pause_generation
-            pausing = self._life.watch(pause(mode=mode, clear_cache=False))
+            pausing = self._life.watch(self._llm.pause_generation(mode=mode, clear_cache=False))
             await self._in_time(pausing, f"pause ({mode})", deadline)
         finally:
             self._busy.set(self._computes())

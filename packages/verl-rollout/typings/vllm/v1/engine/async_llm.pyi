@@ -8,12 +8,8 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-class AsyncMPClient:
-    async def pause_scheduler_async(self, mode: Literal["abort", "wait", "keep"], clear_cache: bool = True) -> None: ...
-
 class AsyncLLM:
     model_config: ModelConfig
-    engine_core: AsyncMPClient
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self: ...
     @property
