@@ -149,8 +149,15 @@ def test_an_engine_that_the_servers_refuse_cannot_be_used(tmp_path: Path, monkey
     assert any("'absent' needs what is not installed" in text for text in diagnose().advice)
 
 
-def test_a_library_whose_import_breaks_is_told_with_its_reason(tmp_path: Path) -> None:
-    (tmp_path / "transformers.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("operator torchvision::nms does not exist", "pip uninstall torchvision torchaudio torchcodec "),
+        ("undefined symbol: x", "pip install --force-reinstall 'transformers"),
+    ],
+)
+def test_a_library_whose_import_breaks_is_told_with_its_reason(tmp_path: Path, reason: str, remedy: str) -> None:
+    (tmp_path / "transformers.py").write_text(f"raise RuntimeError({reason!r})")
     code = (
         "from verl_trainers.doctor.software import examine_software\n"
         "print([row.fix for row in examine_software() if row.name == 'transformers'][0])"
@@ -164,7 +171,8 @@ def test_a_library_whose_import_breaks_is_told_with_its_reason(tmp_path: Path) -
         timeout=60,
         check=True,
     )
-    assert "importing it raises RuntimeError: operator torchvision::nms does not exist" in done.stdout
+    assert f"importing it raises RuntimeError: {reason}" in done.stdout
+    assert remedy in done.stdout
 
 
 def test_the_exit_code_says_whether_something_must_be_fixed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,5 +141,9 @@ def _judge(name: str, found: str | None, needs: _Needs) -> tuple[str, str | None
             importlib.import_module(name)
         except Exception as exc:  # whatever its import raises is the answer
             text = f"{type(exc).__name__}: {exc}".splitlines()[0]
-            return "! cannot be imported", f"pip install --force-reinstall {wanted}   # importing it raises {text}"
+            # transformers imports it when it is there; vLLM's CPU build brings one that does not fit its torch.
+            remedy = f"install --force-reinstall {wanted}"
+            if "torchvision" in text:
+                remedy = "uninstall torchvision torchaudio torchcodec"
+            return "! cannot be imported", f"pip {remedy}   # importing it raises {text}"
     return "fine", None
