@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 import threading
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -38,7 +41,10 @@ def start(settings: RolloutSettings, options: VLLMOptions, *, rank: int, causes:
     """
     release = check_installed()
     arguments = engine_arguments(settings, options, rank=rank)
-    environment = {**environment_of(settings, options, rank=rank), VARIABLE: causes.path}
+    folder = tempfile.mkdtemp(prefix="verl-vllm-")  # for sockets, which vLLM does not remove when it ends badly
+    weakref.finalize(causes, shutil.rmtree, folder, ignore_errors=True)
+    own = {VARIABLE: causes.path, "VLLM_RPC_BASE_PATH": folder}
+    environment = {**environment_of(settings, options, rank=rank), **own}
     _log.info("starting vLLM %s: %s", release, arguments)
     try:
         return launch(arguments, environment)
