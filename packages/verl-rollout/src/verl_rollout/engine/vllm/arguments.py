@@ -43,6 +43,12 @@ def engine_arguments(settings: RolloutSettings, options: VLLMOptions, *, rank: i
     if options.openai_server:
         _check_tokenizer(str(options.engine_args.get("tokenizer", settings.model_path)))
     sequences = -(-settings.max_num_seqs // copies)
+    tokens = options.max_num_batched_tokens
+    if tokens is not None and tokens < sequences:
+        raise ConfigError(
+            f"{_ROLLOUT}.max_num_batched_tokens is {tokens}, and {sequences} sequences are decoded at once "
+            f"({_ROLLOUT}.max_num_seqs): a step needs room for a token of each"
+        )
     arguments: dict[str, object] = {
         "model": settings.model_path,
         "dtype": settings.dtype,
