@@ -279,7 +279,7 @@ def tests_trainers_trackers(session: nox.Session) -> None:
 
 
 def tests_rollout_vllm(session: nox.Session, name: str) -> None:
-    """Run the tests of the vLLM engine, with the vLLM of this session; the slow ones too when `-- --slow` is given."""
+    """Run the tests of the vLLM engine with one of its builds; the slow ones too when `-- --slow` is given."""
     if name.endswith("-gpu") and not list(Path("/dev").glob("nvidia[0-9]*")):
         session.error(f"this machine has no NVIDIA GPU (no /dev/nvidia0); {name} needs {VLLM_BUILDS[name]['needs']}")
     python, slow = vllm_environment(session, name), "--slow" in session.posargs
@@ -291,8 +291,8 @@ def tests_rollout_vllm(session: nox.Session, name: str) -> None:
 def conformance(session: nox.Session, package: Package) -> None:
     """Only those of its tests that are suites of the conformance kit."""
     python = test_environment(session, package)
-    env = {"PYTHONPATH": str(ROOT / "tools"), "PYTEST_PLUGINS": "only_conformance"}
-    session.run(python, "-m", "pytest", f"{package.folder}/tests", *session.posargs, env=env)
+    plugin = ["-p", "only_conformance", f"{package.folder}/tests"]
+    session.run(python, "-m", "pytest", *plugin, *session.posargs, env={"PYTHONPATH": str(ROOT / "tools")})
 
 
 def isolated(session: nox.Session, package: Package) -> None:
@@ -339,7 +339,7 @@ def bench(session: nox.Session) -> None:
     python = environment(session, "bench", *(package.requirement for package in PACKAGES), *BENCH_TOOLS)
     if "--list" not in session.posargs:
         small_model(session, python)
-    session.run(python, "-m", "bench", *session.posargs, env={"PYTHONPATH": "tools"})
+    session.run(python, "-m", "bench", *session.posargs, env={"PYTHONPATH": str(ROOT / "tools")})
 
 
 @nox.session(name="bench-vllm", default=False)
