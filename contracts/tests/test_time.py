@@ -244,7 +244,10 @@ def test_an_awaitable_that_heeds_no_cancelling_keeps_its_result() -> None:
     virtually(case)
 
 
-def test_watchdog_names_old_waits_only(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("limit_s", "level"), [(60.0, logging.INFO), (20.0, logging.WARNING)])
+def test_watchdog_names_old_waits_only_and_warns_of_the_half_over(
+    caplog: pytest.LogCaptureFixture, limit_s: float, level: int
+) -> None:
     async def case(clock: VirtualClock) -> None:
         waits = Waits()
         watchdog = asyncio.create_task(watch_waits(clock=clock, older_than_s=10.0, every_s=5.0, waits=waits))
@@ -253,7 +256,7 @@ def test_watchdog_names_old_waits_only(caplog: pytest.LogCaptureFixture) -> None
                 clock.sleep(11.0),
                 subject="weights",
                 holder="replica 2",
-                deadline=Deadline.after(clock, 60.0),
+                deadline=Deadline.after(clock, limit_s),
                 clock=clock,
                 waits=waits,
             )
@@ -265,6 +268,8 @@ def test_watchdog_names_old_waits_only(caplog: pytest.LogCaptureFixture) -> None
         watchdog.cancel()
         await asyncio.gather(watchdog, return_exceptions=True)
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         virtually(case)
-    assert caplog.messages == ["waiting 10 s of 60 s for weights, held by replica 2"]
+    assert [(row.levelno, row.getMessage()) for row in caplog.records] == [
+        (level, f"waiting 10 s of {limit_s:.0f} s for weights, held by replica 2")
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,7 +27,7 @@ from verl_contracts.rollout import DEAD, KEEP
 from verl_contracts.testing.tensors import ListSource
 from verl_contracts.tokens import Completion
 from verl_rollout.engine.vllm import arguments
-from verl_rollout.engine.vllm.builds import CPU_HEAD_SIZES, on_cpu
+from verl_rollout.engine.vllm.builds import CPU_HEAD_SIZES, known_arguments, on_cpu
 from verl_rollout.engine.vllm.engine import VLLMEngine
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ def test_heads_that_the_cpu_build_computes_are_those_that_are_let_through() -> N
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
+
+
+def test_the_arguments_that_are_let_through_are_those_that_vllm_takes() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert known_arguments() == {field.name for field in fields(AsyncEngineArgs)}
 
 
 @pytest.mark.slow

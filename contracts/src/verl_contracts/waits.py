@@ -177,13 +177,17 @@ async def bounded(
 
 
 async def watch_waits(*, clock: Clock, older_than_s: float = 10.0, every_s: float = 5.0, waits: Waits = WAITS) -> None:
-    """Log, for ever, each wait that is older than `older_than_s`. Run it as a task and cancel it to stop."""
+    """Log, for ever, each wait that is older than `older_than_s`: a warning once half of its limit is over.
+
+    Run it as a task and cancel it to stop.
+    """
     while True:
         await clock.sleep(every_s)
         now = clock.now()
         for wait in waits.current():
             age = now - wait.since
             if age >= older_than_s:
-                _log.warning(
-                    "waiting %.0f s of %.0f s for %s, held by %s", age, wait.limit_s, wait.subject, wait.holder
+                level = logging.WARNING if age >= wait.limit_s / 2 else logging.INFO
+                _log.log(
+                    level, "waiting %.0f s of %.0f s for %s, held by %s", age, wait.limit_s, wait.subject, wait.holder
                 )

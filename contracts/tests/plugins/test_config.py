@@ -62,6 +62,7 @@ def test_options_become_a_typed_config() -> None:
     ("options", "message"),
     [
         ({}, f"{KEY}.size: missing, and Options requires it"),
+        ({"size": 1, "SIZE": 2}, f"{KEY}.SIZE: unknown option; nearest: 'size'; Options takes size, rate,"),
         ({"size": 1, "sise": 2}, f"{KEY}.sise: unknown option; nearest: 'size'; Options takes size, rate,"),
         ({"size": "3"}, f"{KEY}.size: must be int, got '3' (str)"),
         ({"size": True}, f"{KEY}.size: must be int, got True (bool)"),

@@ -268,13 +268,16 @@ async def test_waiting_for_another_sync_is_bounded() -> None:
             await first
 
 
-async def test_sleeping_replicas_are_invalid_and_left_out_until_they_wake() -> None:
+async def test_sleeping_replicas_are_invalid_and_left_out_until_they_wake(caplog: pytest.LogCaptureFixture) -> None:
     async with Bench([SleepyReplica("h0"), ThreadReplica("r0")]) as bench:
         await bench.manager.update_weights(1, deadline=after())
         await bench.manager.sleep(deadline=after())
         await bench.manager.sleep(deadline=after())
         assert bench.replicas[0].calls[-2:] == ["pause:abort", "sleep"]
         assert "sleep" not in bench.replicas[1].calls
+        assert [text for text in caplog.messages if "cannot sleep" in text] == [
+            f"{bench.replicas[1].replica_id} cannot sleep: it keeps its memory, and its weights"
+        ]
         assert bench.manager.versions() == {"h0": None, "r0": 1}
         report = await bench.manager.update_weights(2, deadline=after())
         assert {sync.replica: sync.committed for sync in report.replicas} == {"h0": False, "r0": True}

@@ -35,7 +35,9 @@ def where(role: str | None) -> str:
 
 def nearest(name: str, candidates: Iterable[str], *, alike: float = 0.6) -> str:
     """Return ``"; nearest: 'x', 'y'"`` for names that agree with `name` by the share `alike`, or the empty string."""
-    close = difflib.get_close_matches(name, list(candidates), n=3, cutoff=alike)
+    known = list(candidates)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=alike)
+    close = close or [candidate for candidate in known if candidate.lower() == name.lower()]
     return f"; nearest: {', '.join(repr(match) for match in close)}" if close else ""
 
 

@@ -68,6 +68,8 @@ class TransactionalManager:
         self._replicas: dict[str, Replica] = {}
         self._versions: dict[str, int | None] = {}
         self._asleep: set[str] = set()
+        self._sleepless: set[str] = set()
+        """Those of which it was said that they cannot sleep."""
         self._last: tuple[int, str] | None = None
         self._lock = asyncio.Lock()
         self._current: Transaction | None = None
@@ -185,7 +187,12 @@ class TransactionalManager:
 
         async def sleep(replica: Replica) -> None:
             sleeper = _sleeper(replica)
-            if sleeper is None or replica.replica_id in self._asleep:
+            if sleeper is None:
+                if replica.replica_id not in self._sleepless:
+                    self._sleepless.add(replica.replica_id)
+                    _log.warning("%s cannot sleep: it keeps its memory, and its weights", replica.replica_id)
+                return
+            if replica.replica_id in self._asleep:
                 return
             self._set_version(replica, None)
             await replica.pause(mode, deadline=deadline)

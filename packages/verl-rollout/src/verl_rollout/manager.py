@@ -115,9 +115,9 @@ class ReplicaManager:
         if settings.engine == ENGINE.default and not settings.engine_options and settings.engine in available(ENGINE):
             return
         engine = load_plugin(ENGINE, settings.engine, key=ENGINE_KEY)
-        build_config(engine.Config, settings.engine_options, key=ENGINE_OPTIONS_KEY)
         if isinstance(inspect.getattr_static(engine, "check", None), classmethod):
-            cast("type[ChecksSettings]", engine).check(settings)
+            cast("type[ChecksSettings]", engine).check(settings)  # which knows more to say of an option than its type
+        build_config(engine.Config, settings.engine_options, key=ENGINE_OPTIONS_KEY)
 
     @classmethod
     async def create(

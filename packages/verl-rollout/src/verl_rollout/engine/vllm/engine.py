@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import DataError, StateError
-from verl_contracts.plugins import build_config
 from verl_contracts.rollout import ASLEEP, DEAD, INVALID, KEEP, LORA, OPENAI, PAUSED, SERVING, SLEEP, ReplicaStatus
 from verl_contracts.waits import bounded
 from verl_rollout.engine.requests import check_request
@@ -32,9 +31,8 @@ from verl_rollout.engine.vllm.flights import (
 )
 from verl_rollout.engine.vllm.life import Life
 from verl_rollout.engine.vllm.openai_server import OpenAIServer
-from verl_rollout.engine.vllm.options import VLLMOptions
+from verl_rollout.engine.vllm.options import VLLMOptions, read_options
 from verl_rollout.engine.vllm.receivers import VLLMReceiverHost
-from verl_rollout.engine_family import ENGINE_OPTIONS_KEY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
@@ -112,7 +110,7 @@ class VLLMEngine(TakesAdapters):
     @classmethod
     def check(cls, settings: RolloutSettings, /) -> None:
         """Refuse options that are wrong and a vLLM that is missing or too old; imports none of it."""
-        options = build_config(VLLMOptions, settings.engine_options, key=ENGINE_OPTIONS_KEY)
+        options = read_options(settings.engine_options)
         check_installed()
         engine_arguments(settings, options, rank=0)
 
@@ -122,7 +120,7 @@ class VLLMEngine(TakesAdapters):
         from verl_rollout.engine.vllm.starting import start
 
         cls.check(settings)
-        options = build_config(VLLMOptions, settings.engine_options, key=ENGINE_OPTIONS_KEY)
+        options = read_options(settings.engine_options)
         causes = Causes()
         llm = start(settings, options, rank=rank, causes=causes)
         return cls(llm, settings, options, causes=causes, replica_id=replica_id, clock=clock)
@@ -273,12 +271,12 @@ class VLLMEngine(TakesAdapters):
                 async for output in self._llm.generate(prompt, parameters, request.request_id, lora_request=lora):
                     self._tokens += flight.read_tokens(output)
                     flight.read_prompt(output)
-        except EngineDeadError as exc:
+        except EngineDeadError:
             end = self._life.end()
             part = aborted(flight.last, request, spans, replica=self._replica_id, reason="the engine died")
             if part.token_ids and not self._life.closing:
                 return part
-            raise end from exc
+            raise end from None
         last = flight.last
         if last is None or last.finish_reason not in ("stop", "length"):
             if flight.reason is None and self._now.open:

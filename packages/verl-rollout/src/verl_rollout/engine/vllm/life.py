@@ -19,6 +19,8 @@ __all__ = ["Life"]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
+_KILLED = "; it was killed, by somebody or for want of memory, which the kernel's log would tell (dmesg)"
+
 
 class Life:
     """From the start of an engine to its death or its end. Every call after that raises the same."""
@@ -47,7 +49,9 @@ class Life:
         if self.closing:
             return StateError(f"replica {self._replica_id} was closed")
         if self._error is None:
-            cause = self._causes.last() or "it logged no error; perhaps it was killed"
+            cause = self._causes.last() or "it logged no error"
+            if cause.endswith("logged no error") or "died unexpectedly" in cause:  # a worker, says its parent
+                cause += _KILLED
             self._error = RuntimeError(f"vLLM's engine process of {self._replica_id} is dead: {cause}")
             _log.error("%s", self._error)
             self._died(self._error)
@@ -59,5 +63,5 @@ class Life:
 
         try:
             return await call  # wait: the callers bound it
-        except EngineDeadError as exc:
-            raise self.end() from exc
+        except EngineDeadError:
+            raise self.end() from None  # which says the cause; vLLM's says that it is in the log

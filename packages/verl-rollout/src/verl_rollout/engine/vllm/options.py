@@ -6,14 +6,22 @@ from, which log-probs come back, that nothing but the request's own stop ids end
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final
+
+from verl_contracts.errors import ConfigError
+from verl_contracts.plugins import build_config
+from verl_contracts.plugins.finding import nearest
+from verl_rollout.engine.vllm.builds import known_arguments
+from verl_rollout.engine_family import ENGINE_OPTIONS_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["RESERVED", "VLLMOptions"]
+__all__ = ["RESERVED", "VLLMOptions", "read_options"]
 
+_LOOPBACK: Final = "127.0.0.1"
+_ROLLOUT: Final = "actor_rollout_ref.rollout"
 _KEYS: Final[Mapping[str, str]] = {
     "data_parallel_size": "engine_kwargs.data_parallel_size",
     "dtype": "dtype",
@@ -82,7 +90,7 @@ class VLLMOptions:
     """
     openai_server: bool = False
     """Serve the OpenAI-compatible endpoint, with a bearer token. The model's folder needs a tokenizer then."""
-    openai_host: str = "127.0.0.1"
+    openai_host: str = _LOOPBACK
     """Address that the endpoint listens at. What comes there is not encrypted."""
     openai_args: Mapping[str, object] = field(default_factory=dict)
     """Further arguments of `vllm serve` that say how it answers, such as `tool_call_parser` or `chat_template`."""
@@ -107,16 +115,37 @@ class VLLMOptions:
             raise ValueError(f"max_lora_rank must be one of {', '.join(map(str, _RANKS))}, got {self.max_lora_rank}")
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0.0:
             raise ValueError(f"kv_cache_gib must be more than 0 or null, got {self.kv_cache_gib}")
+        if self.openai_args and not self.openai_server:
+            raise ValueError("openai_args says how the endpoint answers, and openai_server is false: set it to true")
+        if self.openai_host != _LOOPBACK and not self.openai_server:
+            raise ValueError(f"openai_host is {self.openai_host}, and openai_server is false: set it to true")
         if refused := list(_refused(self.engine_args)):
             raise ValueError(f"engine_args: {'; '.join(refused)}")
+
+
+def read_options(given: Mapping[str, object]) -> VLLMOptions:
+    """Return `engine_kwargs` as options. Raises `ConfigError` for each that is wrong, and says where it belongs."""
+    own = {option.name for option in fields(VLLMOptions)}
+    problems = [
+        f"{ENGINE_OPTIONS_KEY}.{name}: {_ROLLOUT}.{_KEYS[name]} sets it"
+        if name in _KEYS
+        else f"{ENGINE_OPTIONS_KEY}.{name}: what vLLM takes besides is written {ENGINE_OPTIONS_KEY}.engine_args.{name}"
+        for name in sorted(given)
+        if name not in own and (name in _KEYS or (name not in _OURS and name in known_arguments()))
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return build_config(VLLMOptions, given, key=ENGINE_OPTIONS_KEY)
 
 
 def _refused(arguments: Mapping[str, object]) -> Iterator[str]:
     """Yield what is wrong with further arguments."""
     for name, value in sorted(arguments.items()):
         if name in _KEYS:
-            yield f"{name} is set by actor_rollout_ref.rollout.{_KEYS[name]}"
+            yield f"{name} is set by {_ROLLOUT}.{_KEYS[name]}"
         elif name in _OURS or name.startswith("data_parallel_"):
             yield f"{name} is the engine's own and cannot be set"
         elif name in _ONE and value != 1:
             yield f"{name} must be 1, got {value}: a replica's workers are tensor parallel times data parallel"
+        elif (known := known_arguments()) and name not in known:
+            yield f"the installed vLLM has no {name}{nearest(name, known)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
-from verl_rollout.engine.vllm.causes import report_errors
+from verl_rollout.engine.vllm.causes import leave_interrupts, report_errors
 
 __all__ = ["NAME", "register"]
 
@@ -22,3 +22,4 @@ def register() -> None:
             NAME, "verl_rollout.engine.vllm.worker_side.receiver", "HostedReceiver"
         )
     report_errors()
+    leave_interrupts()

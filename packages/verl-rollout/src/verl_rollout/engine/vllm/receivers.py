@@ -97,10 +97,14 @@ class VLLMReceiverHost:
         if self._open:  # what an earlier sync left half done; the tensors come again
             await self._limited(self._llm.finish_weight_update(), "ending the update before", deadline)
         self._open = True
-        await asyncio.gather(
+        begun = await asyncio.gather(
             self._ask("expect", deadline, plan=plan, limit_s=deadline.remaining(self._clock)),
             self._limited(self._llm.start_weight_update(), "the start of a weight update", deadline),
+            return_exceptions=True,  # so that neither goes on when the other fails
         )
+        for result in begun:
+            if isinstance(result, BaseException):
+                raise result
         try:
             request = WeightTransferUpdateRequest(update_info={"session": plan.session})
             await self._limited(self._llm.update_weights(request), "the load of the weights", deadline)

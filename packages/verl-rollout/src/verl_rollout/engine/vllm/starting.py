@@ -45,17 +45,18 @@ def start(settings: RolloutSettings, options: VLLMOptions, *, rank: int, causes:
     weakref.finalize(causes, shutil.rmtree, folder, ignore_errors=True)
     own = {VARIABLE: causes.path, "VLLM_RPC_BASE_PATH": folder}
     environment = {**environment_of(settings, options, rank=rank), **own}
-    _log.info("starting vLLM %s: %s", release, arguments)
+    _log.info("starting vLLM %s for replica %d", release, rank)
+    _log.debug("with the arguments %s", arguments)
     try:
         return launch(arguments, environment)
-    except TypeError as exc:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.engine_kwargs.engine_args: vLLM {release} does not take them: {exc}"
-        ) from exc
     except ValueError as exc:
         raise ConfigError(f"actor_rollout_ref.rollout: vLLM {release} refuses its settings: {exc}") from exc
-    except RuntimeError as exc:
-        raise RuntimeError(f"vLLM {release} did not start: {causes.first() or exc}") from exc
+    except Exception as exc:
+        cause = causes.first()
+        if cause is None:
+            raise RuntimeError(f"vLLM {release} did not start: {type(exc).__name__}: {exc}") from exc
+        # Its own exception, which says that the cause is above, would be taken for the first cause.
+        raise RuntimeError(f"vLLM {release} did not start: {cause}") from None
 
 
 def launch(arguments: Mapping[str, object], environment: Mapping[str, str | None]) -> AsyncLLM:
