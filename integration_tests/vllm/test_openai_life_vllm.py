@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import multiprocessing
+import os
 import socket
 import urllib.error
 import urllib.request
@@ -32,7 +33,7 @@ from verl_runtime.local import LocalRuntime
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from verl_contracts.rollout import SupportsOpenAI
+    from verl_contracts.rollout import OpenAIEndpoint, SupportsOpenAI
 
 README = Path(__file__).parents[2] / "packages" / "verl-rollout" / "README.md"
 
@@ -56,7 +57,7 @@ def test_only_who_has_the_key_may_ask_and_only_for_what_is_listed(words: tuple[P
                 assert "not_found" in str(body)
             for path in ("/metrics", "/docs", "/openapi.json", "/v1/models/", "/v1/../sleep", "//v1/models"):
                 assert (await get(f"{root}{path}", key=endpoint.api_key))[0] == 404
-            assert await get(f"{root}/health") == (200, {"status": "invalid"})
+            assert await get(f"{root}/health") == (200, {"status": "alive"})
             assert (await get(f"{root}/v1/models", key=endpoint.api_key))[0] == 200
 
     on_loop(case())
@@ -121,6 +122,10 @@ def test_a_manager_starts_the_endpoints_and_gives_their_addresses(words: tuple[P
             await said_in_readme(said)
             assert said["version"] == "5"
             assert said["text"]
+            endpoint = await cast("SupportsOpenAI", manager.replicas()[0]).openai_endpoint(deadline=soon())
+            shown = await asked_in_shell(endpoint)
+            assert "x-verl-weight-version: 5" in shown
+            assert json.loads(shown.splitlines()[-1])["usage"]["completion_tokens"] == 8
             await manager.close(deadline=soon())
         finally:
             await runtime.close(deadline=soon())
@@ -130,10 +135,29 @@ def test_a_manager_starts_the_endpoints_and_gives_their_addresses(words: tuple[P
 
 async def said_in_readme(names: dict[str, object]) -> None:
     """Run the README's example."""
-    blocks = [part.split("```")[0] for part in README.read_text(encoding="utf-8").split("```python\n")[1:]]
-    (example,) = [block for block in blocks if "AsyncOpenAI" in block]
+    example = shown_in_readme("python", "AsyncOpenAI")
     code = compile(example, str(README), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     await eval(code, names)
+
+
+async def asked_in_shell(endpoint: OpenAIEndpoint) -> str:
+    """Return what the README's command prints."""
+    shell = await asyncio.create_subprocess_exec(
+        "bash",
+        "-c",
+        shown_in_readme("bash", "curl"),
+        env={**os.environ, "BASE_URL": endpoint.base_url, "API_KEY": endpoint.api_key, "MODEL": endpoint.model},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    shown, _ = await shell.communicate()
+    return shown.decode()
+
+
+def shown_in_readme(language: str, word: str) -> str:
+    """Return the one example in `language` that has `word`."""
+    blocks = [part.split("```")[0] for part in README.read_text(encoding="utf-8").split(f"```{language}\n")[1:]]
+    (example,) = [block for block in blocks if word in block]
+    return example
 
 
 def test_an_engine_without_the_option_has_no_endpoint(tiny: tuple[Path, PreTrainedModel]) -> None:

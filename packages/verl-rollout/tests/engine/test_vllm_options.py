@@ -153,8 +153,9 @@ def test_wrong_options_are_refused_under_their_key(
 def test_the_arguments_of_vllm_are_read_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm" / "engine").mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
-    source = "class EngineArgs:\n    model: str = ''\n    def check(self): pass\nclass AsyncEngineArgs:\n    log: int = 0\n"
-    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(f"{source}class Other:\n    else_: int = 0\n")
+    classes = {"EngineArgs": "model: str = ''", "AsyncEngineArgs": "log: int = 0", "Other": "third: int = 0"}
+    source = "\n".join(f"class {name}:\n    {body}" for name, body in classes.items())
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     builds.known_arguments.cache_clear()
     try:

@@ -93,7 +93,8 @@ class Guard:
         route = (str(scope["method"]), str(scope["path"]))
         status = self._status()
         if route == HEALTH:
-            await _respond(send, 503 if status.state == DEAD else 200, {"status": "dead" if status.state == DEAD else "alive"})
+            code, word = (503, "dead") if status.state == DEAD else (200, "alive")
+            await _respond(send, code, {"status": word})
         elif not self._may(scope):
             await _refuse(send, 401, "a bearer token is needed, and this is not the one", code="invalid_api_key")
         elif route not in ROUTES:

@@ -54,7 +54,11 @@ def start(settings: RolloutSettings, options: VLLMOptions, *, rank: int, causes:
     except Exception as exc:
         cause = causes.first()
         if cause is None:
-            raise RuntimeError(f"vLLM {release} did not start: {type(exc).__name__}: {exc}") from exc
+            # A spawned process runs the script again, and ends before it can log where that would start yet another.
+            raise RuntimeError(
+                f"vLLM {release} did not start, and logged no error: {type(exc).__name__}: {exc}; of a script, what "
+                'starts replicas must stand under if __name__ == "__main__"'
+            ) from exc
         # Its own exception, which says that the cause is above, would be taken for the first cause.
         raise RuntimeError(f"vLLM {release} did not start: {cause}") from None
 
