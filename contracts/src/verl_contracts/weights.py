@@ -32,6 +32,7 @@ __all__ = [
     "TensorMeta",
     "TopologyPlanner",
     "TransferReport",
+    "Verification",
     "WeightBackend",
     "WeightReceiver",
     "WeightReceiverHost",
@@ -41,6 +42,9 @@ __all__ = [
     "WeightTarget",
     "WireFormat",
 ]
+
+Verification = Literal["full", "sampled"]
+"""How much of each payload its digest reads: every byte, or a part of every stretch."""
 
 PHASES = ("prepare", "plan", "pause", "connect", "transfer", "verify", "commit", "resume", "close")
 """Phases of one sync, in order."""
@@ -103,6 +107,8 @@ class Plan:
     """All receiver ranks, in order; a receiver finds its place by owner and rank."""
     bucket_bytes: int
     """Most payload bytes in one piece of the stream."""
+    verification: Verification = "full"
+    """What the digests of both sides read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +320,7 @@ class CheckpointSettings:
     backend: str = "shm"
     """Name or class path of the `WeightBackend`."""
     bucket_bytes: int = 32 * 1024 * 1024
+    verification: Verification = "full"
     pause_mode: PauseMode = "abort"
     phase_limit_s: float = 60.0
     """Longest that any phase may take."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from verl_ckpt_engine.gloo import GlooBackend
 from verl_ckpt_engine.manager import TransactionalManager
 from verl_ckpt_engine.shm import ShmBackend
 from verl_contracts.events import NullEvents
@@ -28,3 +29,8 @@ class TestTransactionalManager(CheckpointEngineManagerSuite):
         self, settings: CheckpointSettings, *, sender: WeightSenderHost, replicas: Sequence[Replica], clock: Clock
     ) -> Awaitable[CheckpointEngineManager]:
         return TransactionalManager.create(settings, sender=sender, replicas=replicas, clock=clock, events=NullEvents())
+
+
+class TestGlooBackend(WeightBackendSuite):
+    def backend(self) -> type[WeightBackend]:
+        return GlooBackend

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from verl_ckpt_engine.digest import combined_digest
@@ -201,13 +201,14 @@ class Transaction:
 
     def _plan_for_healthy(self, manifest: Manifest) -> None:
         """Plan for those who are still in: a sender that waits for a replica that will not come waits in vain."""
-        self._plan = self.planner.plan(
+        plan = self.planner.plan(
             manifest,
             session=self.session,
             senders=self._senders,
             receivers=[endpoint for member in self.healthy for endpoint in member.endpoints],
             bucket_bytes=self.settings.bucket_bytes,
         )
+        self._plan = replace(plan, verification=self.settings.verification)
 
     async def _pause(self, member: Member, own: Deadline) -> None:
         member.paused = True

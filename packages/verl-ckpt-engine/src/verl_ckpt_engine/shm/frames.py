@@ -1,7 +1,7 @@
 """What one frame of the stream says: a page with a header and a table of records, which point at the payload.
 
 Owns the wire format. The tensors themselves are told by the plan, which both sides have; a record names one by its
-place in the manifest, and `fingerprint` tells whether both mean the same manifest. A frame says of which generation of
+place in the manifest. A frame says of which generation of
 the ring it is, so that one left over from an earlier sync is never taken for the next one's.
 """
 
@@ -9,14 +9,9 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-import xxhash
+from typing import NamedTuple
 
 from verl_contracts.weights import WireFormat
-
-if TYPE_CHECKING:
-    from verl_contracts.weights import Manifest
 
 __all__ = [
     "ALIGNMENT",
@@ -33,7 +28,6 @@ __all__ = [
     "aligned",
     "decode_end",
     "encode_end",
-    "fingerprint",
 ]
 
 WIRE_FORMAT = WireFormat(format_id="verl-frames", version=2)
@@ -94,14 +88,6 @@ class EndRecord:
 def aligned(size: int, to: int = ALIGNMENT) -> int:
     """Return `size` rounded up to a multiple of `to`."""
     return -(-size // to) * to
-
-
-def fingerprint(manifest: Manifest) -> int:
-    """Return a hash of version, names, shapes and dtypes, in [0, 2**63)."""
-    hasher = xxhash.xxh3_64(str(manifest.version).encode())
-    for meta in manifest.tensors:
-        hasher.update(f"{meta.name}\0{meta.dtype}\0{meta.shape}\n".encode())
-    return hasher.intdigest() >> 1
 
 
 def encode_end(end: EndRecord) -> bytes:

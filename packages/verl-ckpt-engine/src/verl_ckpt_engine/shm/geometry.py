@@ -7,21 +7,18 @@ piece and handed to the engine whole, so that no reader has to put it together i
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import torch
 
 from verl_ckpt_engine.planner import MOST_RECEIVERS
 from verl_ckpt_engine.shm.frames import ALIGNMENT, FRAME_BYTES, aligned
 from verl_ckpt_engine.shm.memory import PAGE
-from verl_contracts.errors import ConfigError
+from verl_ckpt_engine.tally import size_of
 
 if TYPE_CHECKING:
-    from verl_contracts.weights import Manifest, TensorMeta
+    from verl_contracts.weights import Manifest
 
-__all__ = ["DROPPED_AT", "FRAMES", "HEADER_BYTES", "Geometry", "dtype_of", "size_of"]
+__all__ = ["DROPPED_AT", "FRAMES", "HEADER_BYTES", "Geometry"]
 
 SMALL_BYTES = 2 * 1024 * 1024
 SMALL_AREAS = 6
@@ -73,16 +70,3 @@ class Geometry:
     @property
     def _areas_at(self) -> int:
         return aligned(HEADER_BYTES, PAGE) + FRAMES * FRAME_BYTES
-
-
-def size_of(meta: TensorMeta) -> int:
-    """Return how many bytes a tensor has on the wire."""
-    return math.prod(meta.shape) * dtype_of(meta).itemsize
-
-
-def dtype_of(meta: TensorMeta) -> torch.dtype:
-    """Return the dtype of a tensor. Raises `ConfigError` when this torch lacks it."""
-    dtype = getattr(torch, meta.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"tensor {meta.name!r} has dtype {meta.dtype!r}, which torch {torch.__version__} lacks")
-    return dtype

@@ -9,22 +9,20 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from verl_ckpt_engine.digest import combined_digest, payload_hasher
-from verl_ckpt_engine.shm.frames import DATA_FRAME, END_FRAME, decode_end, fingerprint
-from verl_ckpt_engine.shm.geometry import dtype_of, size_of
+from verl_ckpt_engine.shm.frames import DATA_FRAME, END_FRAME, decode_end
 from verl_ckpt_engine.shm.ring import ENDED, FAILED, READY, Ring
 from verl_ckpt_engine.shm.waiting import ProcessId, poll
-from verl_contracts.errors import WeightSyncError
+from verl_ckpt_engine.tally import ReceivedTally, dtype_of, fingerprint, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
-    from verl_ckpt_engine.digest import PayloadHasher
     from verl_ckpt_engine.shm.frames import Frame, Record
     from verl_ckpt_engine.shm.page import ReaderPage
     from verl_contracts.clock import Clock, Deadline
+    from verl_contracts.errors import WeightSyncError
     from verl_contracts.weights import LoadReport, Plan, TensorMeta
 
 __all__ = ["IncomingStream"]
@@ -46,12 +44,9 @@ class IncomingStream:
         self._lock = threading.Lock()
         self._stopped: str | None = None
         self._over = False
-        self._ended = False
-        self._pieces: tuple[PayloadHasher, int, int] | None = None
-        """Of a tensor that is here in part: its hash so far, where in the ring it begins, how much is there."""
-        self.tensors = 0
-        self.num_bytes = 0
-        self.digests: dict[str, int] = {}
+        self._begins: int | None = None
+        """Where in the ring a tensor begins that is here in part."""
+        self.tally = ReceivedTally(plan)
 
     def enter(self, known: Ring | None) -> Ring:
         """Return the ring, mapped as a whole, once the sender has laid it out; `known` may be the one."""
@@ -75,7 +70,8 @@ class IncomingStream:
             frame = ring.read_frame(sequence)
             self._check_frame(ring, frame, sequence)
             if frame.kind == END_FRAME:
-                self._check_end(frame.table)
+                end = decode_end(frame.table)
+                self.tally.check_end(end.tensors, end.num_bytes, end.digest)
                 return
             for record in frame.records():
                 meta, payload = self._take(ring, record)
@@ -83,20 +79,12 @@ class IncomingStream:
                 if payload is not None:
                     yield meta, payload
                     self._check_kept(ring)
-                    self.tensors += 1
-                    self.num_bytes += payload.nbytes
+                    self.tally.add(meta, record.digest)
             self._page.cursor = sequence + 1
 
     def check_load(self, load: LoadReport) -> None:
         """Raise unless the target took the whole stream and accounts for every name."""
-        expected = [meta.name for meta in self._plan.manifest.tensors]
-        if not self._ended:
-            raise self.error(f"the engine stopped taking tensors after {self._counts()}")
-        missing = sorted(set(expected) - set(load.loaded) - set(load.skipped))
-        if missing:
-            raise WeightSyncError(
-                "transfer", f"the engine neither loaded nor skipped {_some(missing)} of {len(expected)} tensors"
-            )
+        self.tally.check_load(load)
 
     def finish(self, ring: Ring) -> None:
         """Tell the sender that everything is loaded."""
@@ -115,9 +103,7 @@ class IncomingStream:
 
     def error(self, reason: str, missing: Sequence[str] = ()) -> WeightSyncError:
         """Return the error that says where the stream stands."""
-        expected = self._plan.manifest.tensors
-        tensor = expected[self.tensors].name if self.tensors < len(expected) else None
-        return WeightSyncError("transfer", reason, tensor, missing)
+        return self.tally.error(reason, missing)
 
     def _map(self) -> Ring:
         address = self._plan.senders[0].address
@@ -135,8 +121,7 @@ class IncomingStream:
         return self.error(f"the sender's process {self._process.pid} is dead; have {self._counts()}", [self._sender])
 
     def _counts(self) -> str:
-        manifest = self._plan.manifest
-        return f"{self.tensors} of {len(manifest.tensors)} tensors, {self.num_bytes} of {manifest.num_bytes} bytes"
+        return self.tally.counts()
 
     def _frames(self, ring: Ring) -> Iterator[int]:
         """Yield the number of each frame when it is there."""
@@ -159,43 +144,20 @@ class IncomingStream:
 
     def _take(self, ring: Ring, record: Record) -> tuple[TensorMeta, torch.Tensor | None]:
         """Check and hash what `record` points at; return the tensor if that completes it."""
-        expected = self._plan.manifest.tensors
-        if record.tensor != self.tensors or record.tensor >= len(expected):
-            raise self.error(f"tensor {record.tensor} arrives where {self._counts()} are there")
-        meta = expected[record.tensor]
-        total = size_of(meta)
-        first = record.at - record.offset
-        if self._pieces is None:
-            hasher, begins, done = payload_hasher(), first, 0
-        else:
-            hasher, begins, done = self._pieces
-        if (record.offset, first) != (done, begins) or done + record.num_bytes > total:
-            raise self.error(f"bytes from {record.offset} arrive where {done} of {total} are there")
+        meta = self.tally.piece(record.tensor, record.offset, record.num_bytes)
+        total, first = size_of(meta), record.at - record.offset
+        begins = first if self._begins is None else self._begins
+        if first != begins:
+            raise self.error(f"bytes from {record.offset} lie apart from those before them")
         if first < 0 or first + total > len(ring.memory):
             raise self.error(f"{record} points past the {len(ring.memory)} bytes of the ring")
-        hasher.update(ring.memory.bytes[record.at : record.at + record.num_bytes])
-        done += record.num_bytes
-        if done < total:
-            self._pieces = (hasher, begins, done)
+        data = ring.memory.bytes[record.at : record.at + record.num_bytes]
+        if not self.tally.hash(meta, data, record.digest):
+            self._begins = begins
             return meta, None
-        self._pieces = None
-        digest = hasher.intdigest()
-        if digest != record.digest:
-            raise self.error(f"the payload was changed on the way: digest {digest:#x}, sent {record.digest:#x}")
-        self.digests[meta.name] = digest
+        self._begins = None
         payload = ring.memory.tensor[begins : begins + total]
         return meta, payload.view(dtype_of(meta)).view(meta.shape)
-
-    def _check_end(self, table: bytes) -> None:
-        end = decode_end(table)
-        manifest = self._plan.manifest
-        if self._pieces is not None or self.tensors != len(manifest.tensors) or self.num_bytes != manifest.num_bytes:
-            raise self.error(f"the stream was cut: it ended after {self._counts()}")
-        if (end.tensors, end.num_bytes) != (self.tensors, self.num_bytes):
-            raise self.error(f"the sender counts {end.tensors} tensors, {end.num_bytes} bytes; here {self._counts()}")
-        if end.digest != combined_digest(manifest, self.digests):
-            raise self.error("the digest over all tensors differs from the sender's")
-        self._ended = True
 
     def _check_kept(self, ring: Ring) -> None:
         """Raise when we were stopped or dropped: the sender drops before it writes over what we may still read."""
@@ -220,7 +182,3 @@ class IncomingStream:
                 raise self._dead()
 
         poll(ready, check, check_peers)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

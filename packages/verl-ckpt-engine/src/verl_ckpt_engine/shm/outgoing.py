@@ -5,11 +5,10 @@ Owns what is written where, and when it may be written over. Who is still listen
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_ckpt_engine.digest import combined_digest, payload_hasher
+from verl_ckpt_engine.copying import copy_and_hash
 from verl_ckpt_engine.shm.audience import Audience
 from verl_ckpt_engine.shm.frames import (
     DATA_FRAME,
@@ -19,10 +18,10 @@ from verl_ckpt_engine.shm.frames import (
     Record,
     aligned,
     encode_end,
-    fingerprint,
 )
 from verl_ckpt_engine.shm.geometry import FRAMES, Geometry
 from verl_ckpt_engine.shm.ring import ENDED
+from verl_ckpt_engine.tally import SentTally, fingerprint
 from verl_contracts.errors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ _LEAST_FLUSH_BYTES = 128 * 1024
 _FLUSHES = 8
 """A frame is published once it holds this part of everything, within the limits above: early frames let both sides
 work at once, and each costs some time of its own."""
-_STEP_BYTES = 512 * 1024
-"""Bytes copied before they are hashed, while the cache still holds them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +74,7 @@ class OutgoingStream:
         self._deadline = deadline
         self._stopped = stopped
         self._tensor: str | None = None
+        self.tally = SentTally(plan)
         self._audience = Audience(ring, plan, clock, deadline, check=self._check, error=self.error)
         geometry = Geometry.choose(plan.manifest, bucket_bytes=plan.bucket_bytes)
         self.total_bytes = geometry.total_bytes
@@ -92,9 +90,6 @@ class OutgoingStream:
         self._area: _Area | None = None
         self._used = 0
         self._records = 0
-        self.tensors = 0
-        self.num_bytes = 0
-        self.digests: dict[str, int] = {}
 
     def open(self) -> None:
         """Lay the ring out and look for the readers."""
@@ -110,33 +105,27 @@ class OutgoingStream:
         """Append one tensor to the stream."""
         self._tensor = meta.name
         self._check(())  # here too: with quick readers no wait below would ever look
-        self._check_against_manifest(meta, tensor)
+        self.tally.check(meta, tensor)
         tensor = tensor.detach()
         num_bytes = tensor.numel() * tensor.element_size()
-        hasher = payload_hasher()
+        hasher = self.tally.hasher(meta)
         if num_bytes <= self._small[0].size:
             at = self._room(num_bytes)
             self._copy(at, tensor, hasher)
             self._put(offset=0, num_bytes=num_bytes, at=at, digest=hasher.intdigest())
         else:
             self._write_pieces(tensor.reshape(-1), num_bytes, hasher)
-        self.tensors += 1
-        self.num_bytes += num_bytes
-        self.digests[meta.name] = hasher.intdigest()
+        self.tally.add(meta, hasher)
 
     def end(self) -> None:
         """Publish the end and wait until everybody who is left has loaded everything."""
-        expected = self._plan.manifest
-        if self.tensors != len(expected.tensors) or self.num_bytes != expected.num_bytes:
-            raise self.error(
-                f"the source ended after {self.tensors} of {len(expected.tensors)} tensors, "
-                f"{self.num_bytes} of {expected.num_bytes} bytes"
-            )
+        self.tally.check_end()
         self._check(())
         self._flush()
         self._tensor = None
         self._audience.wait_for_cursor(self._ring.head - FRAMES + 1)
-        end = EndRecord(tensors=self.tensors, num_bytes=self.num_bytes, digest=combined_digest(expected, self.digests))
+        tally = self.tally
+        end = EndRecord(tensors=tally.tensors, num_bytes=tally.num_bytes, digest=tally.digest())
         self._ring.put_table(encode_end(end))
         self._ring.publish(self._generation, END_FRAME, 1)
         self._audience.wait_for_all()
@@ -145,18 +134,6 @@ class OutgoingStream:
     def error(self, reason: str, missing: Sequence[str] = ()) -> WeightSyncError:
         """Return the error that says where the stream stands."""
         return WeightSyncError("transfer", reason, self._tensor, missing)
-
-    def _check_against_manifest(self, meta: TensorMeta, tensor: torch.Tensor) -> None:
-        expected = self._plan.manifest.tensors
-        if self.tensors >= len(expected):
-            raise self.error(f"the source gives more than the {len(expected)} tensors of its manifest")
-        wanted = expected[self.tensors]
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if meta != wanted or tensor.shape != wanted.shape or dtype != wanted.dtype:
-            raise self.error(
-                f"the source gives {meta.name} {tuple(tensor.shape)} {dtype} where its manifest says "
-                f"{wanted.name} {wanted.shape} {wanted.dtype}"
-            )
 
     def _room(self, num_bytes: int) -> int:
         """Return where in the ring the next `num_bytes` go, in the open frame or a new one."""
@@ -193,7 +170,7 @@ class OutgoingStream:
 
     def _put(self, *, offset: int, num_bytes: int, at: int, digest: int) -> None:
         """Add a record of the tensor that is being written to the open frame."""
-        record = Record(tensor=self.tensors, offset=offset, num_bytes=num_bytes, at=at, digest=digest)
+        record = Record(tensor=self.tally.tensors, offset=offset, num_bytes=num_bytes, at=at, digest=digest)
         self._ring.put_record(self._records, record)
         self._records += 1
 
@@ -219,18 +196,6 @@ class OutgoingStream:
 
     def _copy(self, at: int, tensor: torch.Tensor, hasher: PayloadHasher) -> None:
         """Copy `tensor` to byte `at` of the ring and hash what arrived there."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        if not num_bytes:
-            return
-        memory = self._ring.memory
-        memory.populate(at, at + num_bytes)
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            memory.tensor[at : at + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            hasher.update(memory.bytes[at : at + num_bytes])
-            return
-        # Plain memory copies take about three quarters of the time of torch's; like those, they release the GIL.
-        source = tensor.data_ptr()
-        for first in range(0, num_bytes, _STEP_BYTES):
-            size = min(_STEP_BYTES, num_bytes - first)
-            ctypes.memmove(memory.start + at + first, source + first, size)
-            hasher.update(memory.bytes[at + first : at + first + size])
+        memory, stop = self._ring.memory, at + tensor.numel() * tensor.element_size()
+        memory.populate(at, stop)
+        copy_and_hash(tensor, memory.tensor[at:stop], memory.bytes[at:stop], hasher)

@@ -14,12 +14,12 @@ from verl_ckpt_engine.shm.incoming import IncomingStream
 from verl_ckpt_engine.shm.page import ReaderPage
 from verl_ckpt_engine.shm.waiting import ProcessId, process_scope
 from verl_contracts.errors import StateError, WeightSyncError
-from verl_contracts.weights import EndpointInfo, TransferReport
+from verl_contracts.weights import EndpointInfo
 
 if TYPE_CHECKING:
     from verl_ckpt_engine.shm.ring import Ring
     from verl_contracts.clock import Clock, Deadline
-    from verl_contracts.weights import LoadReport, Plan, WeightReceiver, WeightTarget
+    from verl_contracts.weights import Plan, TransferReport, WeightReceiver, WeightTarget
 
 __all__ = ["ShmReceiver"]
 
@@ -74,7 +74,7 @@ class ShmReceiver:
                 raise
             raise error from exc
         self._end(stream, ring)
-        return self._report(stream, load, self._clock.now() - begun)
+        return stream.tally.report(self._owner, self._rank, self._clock.now() - begun, load.skipped)
 
     def abort(self, reason: str, /) -> None:
         """Make a blocked `receive` raise, and tell the sender."""
@@ -131,17 +131,6 @@ class ShmReceiver:
         if self._page is not None:
             self._page.memory.unlink()
         self._page = None
-
-    def _report(self, stream: IncomingStream, load: LoadReport, seconds: float) -> TransferReport:
-        return TransferReport(
-            owner=self._owner,
-            rank=self._rank,
-            tensors=stream.tensors,
-            num_bytes=stream.num_bytes,
-            seconds=seconds,
-            digests=stream.digests,
-            skipped=load.skipped,
-        )
 
 
 if TYPE_CHECKING:

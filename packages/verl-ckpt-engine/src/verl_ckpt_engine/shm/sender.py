@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from verl_ckpt_engine.shm.outgoing import OutgoingStream
 from verl_ckpt_engine.shm.ring import ENDED, FAILED, Ring
 from verl_ckpt_engine.shm.waiting import ProcessId, process_scope
+from verl_ckpt_engine.tally import SentTally
 from verl_contracts.errors import StateError, WeightSyncError
-from verl_contracts.weights import EndpointInfo, TransferReport
+from verl_contracts.weights import EndpointInfo
 
 if TYPE_CHECKING:
     from verl_contracts.clock import Clock, Deadline
-    from verl_contracts.weights import Manifest, Plan, WeightSender, WeightSource
+    from verl_contracts.weights import Manifest, Plan, TransferReport, WeightSender, WeightSource
 
 __all__ = ["ShmSender"]
 
@@ -102,7 +103,7 @@ class ShmSender:
         begun = self._clock.now()
         if session.ring is None:
             self._drain(session, source, deadline)
-            return self._report(begun, tensors=0, num_bytes=0, digests={})
+            return SentTally(plan).report(self._owner, self._rank, self._clock.now() - begun)
         stream = OutgoingStream(
             session.ring, session.generation, plan, self._clock, deadline, stopped=lambda: session.stopped
         )
@@ -124,7 +125,7 @@ class ShmSender:
                 raise
             raise error from exc
         session.complete = True
-        return self._report(begun, tensors=stream.tensors, num_bytes=stream.num_bytes, digests=stream.digests)
+        return stream.tally.report(self._owner, self._rank, self._clock.now() - begun)
 
     def abort(self, reason: str, /) -> None:
         """Make a blocked `send` raise, and tell the receivers."""
@@ -152,16 +153,6 @@ class ShmSender:
                 raise WeightSyncError("transfer", session.stopped, meta.name)
             if not deadline.remaining(self._clock):
                 raise WeightSyncError("transfer", f"not gathered within {deadline.limit_s:.3g} s", meta.name)
-
-    def _report(self, begun: float, *, tensors: int, num_bytes: int, digests: dict[str, int]) -> TransferReport:
-        return TransferReport(
-            owner=self._owner,
-            rank=self._rank,
-            tensors=tensors,
-            num_bytes=num_bytes,
-            seconds=self._clock.now() - begun,
-            digests=digests,
-        )
 
 
 if TYPE_CHECKING:
