@@ -133,10 +133,8 @@ class Node:
             self._free_slots()
             self.slots = [self.medium.allocate(slot_bytes) for _ in range(SLOTS)]
         names = [name_of(plan.receivers[index]) for index in children]
-        for name in list(self._edges):
-            line = self._edges[name].line
-            if name not in names or line.receive() or line.broken is not None:
-                self._edges.pop(name).close()
+        for gone in self._edges.keys() - set(names):
+            self._edges.pop(gone).close()
         self._children = [_Child(name=name, edge=self._edges.get(name)) for name in names]
 
     @property
@@ -197,8 +195,12 @@ class Node:
             self._parent.close()
             self._parent, fresh = None, True
         line = self._dial(address) if self._parent is None else self._parent.line
-        line.send(HELLO, hello)
-        welcome = self._welcome(line)
+        try:
+            line.send(HELLO, hello)
+            welcome = self._welcome(line)
+        except BaseException:
+            line.close()
+            raise
         if self._parent is None:
             inlet = self.medium.inlet(address["host"], welcome, self._clock)
             self._parent, self._parent_address = Edge(line, inlet, self._wake), address
@@ -369,8 +371,7 @@ class Node:
     def _join(self, child: _Child, said: dict[str, str], *, fresh: bool) -> None:
         edge = child.edge
         if edge is None or said.get("session") != self._plan.session:
-            self._drop(child, f"it came for sync {said.get('session')!r}, and this is {self._plan.session!r}")
-            return
+            return  # left over from a sync that failed
         welcome = {"fingerprint": str(fingerprint(self._plan.manifest)), **self.medium.place(self.slots)}
         edge.line.send(WELCOME, {**edge.end.address, **welcome})
         if fresh:

@@ -116,7 +116,10 @@ class _Buckets:
             self.flush()
         if num_bytes <= self._size:
             start = self._place(num_bytes)
-            self._fill(tensor, start, num_bytes, hasher)
+            if num_bytes:
+                self._fill(tensor, start, num_bytes, hasher)
+            else:
+                start = self._used  # a place of its own could lie past the end
             self._records.append(Record(index, 0, num_bytes, start, hasher.intdigest()))
             return
         flat, item, offset = tensor.reshape(-1), tensor.element_size(), 0
