@@ -24,9 +24,10 @@ from ckpt_transport import (
 
 from verl_ckpt_engine.planner import SingleHostPlanner
 from verl_ckpt_engine.shm import ShmReceiver, ShmSender
-from verl_ckpt_engine.shm.frames import END_FRAME, EndRecord, encode_end, fingerprint
+from verl_ckpt_engine.shm.frames import END_FRAME, EndRecord, encode_end
 from verl_ckpt_engine.shm.geometry import Geometry
 from verl_ckpt_engine.shm.ring import Ring
+from verl_ckpt_engine.tally import fingerprint
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import StateError
 from verl_contracts.weights import LoadReport

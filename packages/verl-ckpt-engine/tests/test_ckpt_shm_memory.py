@@ -27,10 +27,11 @@ from ckpt_transport import (
 
 from verl_ckpt_engine.planner import SingleHostPlanner
 from verl_ckpt_engine.shm import ShmSender
-from verl_ckpt_engine.shm.frames import DATA_FRAME, Record, fingerprint
+from verl_ckpt_engine.shm.frames import DATA_FRAME, Record
 from verl_ckpt_engine.shm.memory import FILE_PREFIX, SharedMemory
 from verl_ckpt_engine.shm.ring import Ring
 from verl_ckpt_engine.shm.waiting import ProcessId, process_scope
+from verl_ckpt_engine.tally import fingerprint
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import ConfigError
 from verl_contracts.weights import EndpointInfo
