@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import socket
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["Edge", "Wake"]
 
 E = TypeVar("E", bound="Outlet | Inlet")
+
+_EXIT_LIMIT_S: Final = 5.0
+"""Longest that the end of the process waits for one edge."""
+_working: set[Edge[Outlet] | Edge[Inlet]] = set()
+"""Edges whose thread runs."""
 
 
 class Wake:
@@ -60,6 +66,7 @@ class Edge(Generic[E]):
         if self._thread is None:
             # A daemon: what blocks in a transport is not to keep a process alive that wants to end.
             self._thread = threading.Thread(target=self._body, name="verl-weights-edge", daemon=True)
+            _working.add(self)
             self._thread.start()
         future: Future[None] = Future()
         self._jobs.put((job, future))
@@ -90,3 +97,19 @@ class Edge(Generic[E]):
                 future.set_result(None)
             self._wake.set()
         self.end.close()
+        _working.discard(self)
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the thread of an edge that was closed, but no longer than `limit_s`."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads: an interpreter that goes away under one that is inside a transport takes the process down."""
+    edges = list(_working)
+    for edge in edges:
+        edge.close()
+    for edge in edges:
+        edge.join(_EXIT_LIMIT_S)
