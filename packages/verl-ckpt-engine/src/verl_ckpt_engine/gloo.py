@@ -1,17 +1,29 @@
-"""The `gloo` and `nccl` backends: buckets through `torch.distributed`, in CPU memory or from GPU to GPU.
+"""The `gloo` backend: buckets through `torch.distributed`, between processes and hosts.
 
 Owns groups of two ranks, one for each edge of the tree, beside whatever groups the trainer and the engine have. A group
 of all would wait for the slowest of all to join, and break for all with any one.
+
+A bucket is a broadcast from rank 0, because gloo runs that on a thread of its own, and waiting for it may be given up:
+a thread that is inside a send while the interpreter goes away would take the process down with it.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, cast
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
 from verl_ckpt_engine.stream.receiver import StreamReceiver
 from verl_ckpt_engine.stream.routes import TreePlanner
@@ -29,12 +41,16 @@ if TYPE_CHECKING:
 
 __all__ = ["GlooBackend"]
 
+_SLICE_S: Final = 0.05
+"""Longest that a thread is inside gloo or the store at a stretch."""
+_ENTERS: Final = "enters"
+"""Begins the key that a rank sets before it enters the group."""
+
 
 class _Group(Protocol):
     """What torch's stubs do not tell of a process group of gloo."""
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions, /) -> Work: ...
 
 
 class _Pair:
@@ -45,45 +61,89 @@ class _Pair:
         self._rank = rank
         self._clock = clock
         self.address: Mapping[str, str] = address
-        self._store: Store | None = None
+        self._server: TCPStore | None = None
         self._group: _Group | None = None
+        self._work: Work | None = None
+        """What was begun and not seen to end."""
+        self._cut = False
         if rank == 0:
-            store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            self._store = store
-            self.address = {"store": str(store.port), "key": uuid.uuid4().hex}
+            self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self.address = {"store": str(self._server.port), "key": uuid.uuid4().hex}
 
     def open(self, deadline: Deadline) -> None:
         """Meet the other rank."""
+        _bury()
         limit = self._limit(deadline)
-        store = self._store or TCPStore(self._host, int(self.address["store"]), is_master=False, timeout=limit)
+        store = self._server or TCPStore(self._host, int(self.address["store"]), is_master=False, timeout=limit)
         store.set_timeout(limit)
+        pair = PrefixStore(self.address["key"], store)
+        pair.set(f"{_ENTERS}{self._rank}", "")
+        while not pair.check([f"{_ENTERS}{1 - self._rank}"]):  # entering the group blocks until both do
+            self._limit(deadline)
+            time.sleep(0.002)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
         options._timeout = limit
         options._threads = 1
-        pair = PrefixStore(self.address["key"], store)
         self._group = cast("_Group", ProcessGroupGloo(pair, self._rank, 2, options))
 
     def push(self, data: torch.Tensor, deadline: Deadline) -> None:
         """Send `data`."""
-        self._open_group().send([data], 1, 0).wait(self._limit(deadline))
+        self._move(data, deadline)
 
     def pull(self, place: Mapping[str, str], slot: int, into: torch.Tensor, deadline: Deadline) -> None:
         """Receive into `into`."""
-        self._open_group().recv([into], 0, 0).wait(self._limit(deadline))
+        self._move(into, deadline)
+
+    def cut(self) -> None:
+        """Make what blocks raise soon."""
+        self._cut = True
 
     def close(self) -> None:
         """Leave; the other rank sees the connection end."""
-        self._group = self._store = None
+        self._cut = True
+        if self._group is not None and self._work is not None and not self._work.is_completed():
+            _unfinished.append((self._group, self._work))
+        self._group = self._server = self._work = None
 
-    def _open_group(self) -> _Group:
+    def _move(self, data: torch.Tensor, deadline: Deadline) -> None:
         if self._group is None:
             raise RuntimeError("the edge is not open")
-        return self._group
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._limit(deadline)
+        work = self._work = self._group.broadcast([data], options)
+        while not work.is_completed():
+            with suppress(RuntimeError):  # it did not end yet; what it ends with is raised below
+                work.wait(timedelta(seconds=_SLICE_S))
+            if not work.is_completed():
+                self._limit(deadline)
+        self._work = None
+        work.wait()
 
     def _limit(self, deadline: Deadline) -> timedelta:
-        # 0 would mean for ever.
-        return timedelta(seconds=max(0.001, deadline.remaining(self._clock)))
+        """Return what is left. Raises when that is nothing, or the edge was cut."""
+        left = deadline.remaining(self._clock)
+        if self._cut or left <= 0.0:
+            raise RuntimeError("it was given up")
+        return timedelta(seconds=left)
+
+
+_unfinished: list[tuple[_Group, Work]] = []
+"""Groups in which something still moves after they were given up. To let one go would wait for that."""
+
+
+def _bury() -> None:
+    """Let the groups go in which nothing moves any more."""
+    _unfinished[:] = [(group, work) for group, work in _unfinished if not work.is_completed()]
+
+
+@atexit.register
+def _keep() -> None:
+    """Keep what cannot be let go now beyond the end of the interpreter, which would wait for it."""
+    _bury()
+    for part in (part for pair in _unfinished for part in pair):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
 
 
 class GlooMedium:

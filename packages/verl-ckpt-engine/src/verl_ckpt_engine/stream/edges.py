@@ -73,11 +73,12 @@ class Edge(Generic[E]):
         return future
 
     def close(self) -> None:
-        """End the line at once; the other end of what blocks goes when the thread gets to it. Idempotent."""
+        """End the line at once, and the other end as soon as the thread gets to it. Idempotent."""
         self.line.close()
         if self._closed:
             return
         self._closed = True
+        self.end.cut()
         if self._thread is None:
             self.end.close()
         else:

@@ -34,8 +34,12 @@ class Outlet(Protocol):
         """Send `data`, bytes of a slot; return when it can be written over. Does nothing where the child fetches it."""
         ...
 
+    def cut(self) -> None:
+        """Make a call that blocks raise soon. From any thread."""
+        ...
+
     def close(self) -> None:
-        """Give everything back. A call that blocks may go on until its deadline."""
+        """Give everything back, on the edge's thread."""
         ...
 
 
@@ -50,8 +54,12 @@ class Inlet(Protocol):
         """Fill `into` with the beginning of the parent's slot; `place` is where the parent said its slots are."""
         ...
 
+    def cut(self) -> None:
+        """Make a call that blocks raise soon. From any thread."""
+        ...
+
     def close(self) -> None:
-        """Give everything back. A call that blocks may go on until its deadline."""
+        """Give everything back, on the edge's thread."""
         ...
 
 
