@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from verl_ckpt_engine.comparing import check_received, check_sent
 from verl_ckpt_engine.digest import combined_digest
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import VerlError, WeightSyncError
@@ -21,7 +22,7 @@ from verl_contracts.waits import bounded
 from verl_contracts.weights import ReplicaSync
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 
     from verl_contracts.clock import Clock
     from verl_contracts.events import EventSink
@@ -246,34 +247,19 @@ class Transaction:
             self.set_version(member.replica, None)
         await asyncio.gather(send(), *(receive(member) for member in members))
 
-    def _verify(self, manifest: Manifest) -> dict[str, int]:
+    def _verify(self, manifest: Manifest) -> Mapping[str, int]:
         """Compare what arrived with what was sent, and both with the manifest. Returns the sender's digests."""
-        digests = {name: digest for report in self._sent for name, digest in report.digests.items()}
-        tensors, num_bytes = sum(report.tensors for report in self._sent), sum(r.num_bytes for r in self._sent)
-        unsent = [meta.name for meta in manifest.tensors if meta.name not in digests]
-        if unsent or (tensors, num_bytes) != (len(manifest.tensors), manifest.num_bytes):
-            error = WeightSyncError(
-                "verify",
-                f"the sender reports {tensors} of {len(manifest.tensors)} tensors, {num_bytes} of "
-                f"{manifest.num_bytes} bytes{_listed('; not sent', unsent)}",
-            )
-            self._sender_error = error
-            self._causes.append(("sender", error))
-            return digests
+        try:
+            digests = check_sent(manifest, self._sent)
+        except WeightSyncError as exc:
+            self._sender_error = exc
+            self._causes.append(("sender", exc))
+            return {}
         for member in self.healthy:
-            if len(member.reports) != len(member.endpoints):
-                reason = f"{len(member.reports)} of {len(member.endpoints)} ranks reported"
-                self._lose(member, WeightSyncError("verify", reason))
-                continue
-            for report in member.reports:
-                wrong = [name for name, digest in digests.items() if report.digests.get(name) != digest]
-                if wrong or (report.tensors, report.num_bytes) != (tensors, num_bytes):
-                    reason = (
-                        f"rank {report.rank} has {report.tensors} of {tensors} tensors, {report.num_bytes} of "
-                        f"{num_bytes} bytes{_listed('; not as sent', wrong)}"
-                    )
-                    self._lose(member, WeightSyncError("verify", reason, wrong[0] if wrong else None))
-                    break
+            try:
+                check_received(manifest, digests, member.reports, ranks=len(member.endpoints))
+            except WeightSyncError as exc:
+                self._lose(member, exc)
         return digests
 
     async def _commit(self, member: Member, own: Deadline) -> None:
@@ -388,8 +374,3 @@ async def despite_cancellation(work: Coroutine[None, None, None], limit_s: float
     task.result()
     if cancelled is not None:
         raise cancelled
-
-
-def _listed(label: str, names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{label}: {', '.join(names[:5])}{more}" if names else ""

@@ -124,6 +124,7 @@ class Starter:
             CheckpointSettings(
                 backend=engine.backend,
                 bucket_bytes=engine.update_weights_bucket_megabytes * 1024 * 1024,
+                verification=engine.verification,
                 pause_mode=resolved.plan.schedule.pause_mode,
                 phase_limit_s=engine.phase_limit_s,
                 min_healthy=engine.min_healthy,

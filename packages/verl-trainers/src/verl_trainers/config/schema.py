@@ -174,6 +174,9 @@ class CheckpointEngineConfig:
     backend: str = "shm"
     """Name or class path of a `WeightBackend`."""
     update_weights_bucket_megabytes: int = 32
+    verification: Literal["full", "sampled"] = "full"
+    """How much of a payload is hashed on both sides: all, or a window of each stretch, for a transfer that the same
+    cores bound. Order, counts, shapes and types are always checked."""
     engine_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Options of the checkpoint-engine manager."""
     phase_limit_s: float = 60.0
