@@ -122,7 +122,7 @@ def test_strangers_are_not_let_in_and_keep_nobody_out() -> None:
     found: list[tuple[Line, dict[str, str]]] = []
     while not found:
         wait(listener.sources(), 1.0)
-        found = listener.accept()
+        found = listener.newcomers()
     ((line, said),) = found
     assert said["owner"] == "r0"
     line.send(FAIL, b"words")

@@ -119,7 +119,7 @@ class _Pair:
             if not work.is_completed():
                 self._limit(deadline)
         self._work = None
-        work.wait()
+        work.wait()  # wait: it is over
 
     def _limit(self, deadline: Deadline) -> timedelta:
         """Return what is left. Raises when that is nothing, or the edge was cut."""

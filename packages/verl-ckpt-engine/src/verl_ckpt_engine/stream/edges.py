@@ -8,7 +8,7 @@ import socket
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ E = TypeVar("E", bound="Outlet | Inlet")
 
 _EXIT_LIMIT_S: Final = 5.0
 """Longest that the end of the process waits for one edge."""
-_working: set[Edge[Outlet] | Edge[Inlet]] = set()
+_working: set[Edge[Any]] = set()
 """Edges whose thread runs."""
 
 
@@ -85,7 +85,7 @@ class Edge(Generic[E]):
             self._jobs.put(None)
 
     def _body(self) -> None:
-        while (found := self._jobs.get()) is not None:
+        while (found := self._jobs.get()) is not None:  # wait: for work; `close` ends it
             job, future = found
             if self._closed:
                 future.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import select
 import socket
@@ -15,10 +16,12 @@ import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
+from verl_ckpt_engine.stream.routes import HOST_VARIABLE
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ACK", "DONE", "END", "FAIL", "FRAME", "HELLO", "WELCOME", "Line", "Listener", "Message", "wait"]
+__all__ = ["ACK", "DONE", "END", "FAIL", "FRAME", "HELLO", "WELCOME", "Line", "Listener", "Message", "own_host", "wait"]
 
 HELLO: Final = 1
 """Child to parent: who it is, for which session."""
@@ -150,11 +153,12 @@ class Listener:
         """Return what `select` takes; -1 when closed."""
         return self._socket.fileno()
 
-    def accept(self) -> list[tuple[Line, dict[str, str]]]:
+    def newcomers(self) -> list[tuple[Line, dict[str, str]]]:
         """Return the lines whose first message has come, each with what it says."""
         with suppress(OSError):  # nobody more, or closed
             while True:
-                self._waiting.append(Line(self._socket.accept()[0], most_bytes=_MOST_HELLO_BYTES))
+                connection, _ = self._socket.accept()  # wait: it does not block
+                self._waiting.append(Line(connection, most_bytes=_MOST_HELLO_BYTES))
         found = []
         for line in list(self._waiting):
             messages = line.receive()
@@ -194,3 +198,15 @@ def wait(sources: Sequence[Line | Listener | socket.socket], limit_s: float) -> 
             unsent = isinstance(source, Line) and source.unsent
             poll.register(source, select.POLLIN | (select.POLLOUT if unsent else 0))
     poll.poll(max(1, round(limit_s * 1000)))
+
+
+def own_host() -> str:
+    """Return the address at which other ranks reach this machine."""
+    if found := os.environ.get(HOST_VARIABLE):
+        return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # wait: nothing is sent; the system says which address it would use
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

@@ -8,17 +8,27 @@ again by the next sync only after one that went well.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import struct
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from verl_ckpt_engine.stream.edges import Edge, Wake
-from verl_ckpt_engine.stream.lines import ACK, DONE, END, FAIL, FRAME, HELLO, WELCOME, Line, Listener, wait
-from verl_ckpt_engine.stream.routes import HOST_VARIABLE
+from verl_ckpt_engine.stream.frames import SLOTS, Frame
+from verl_ckpt_engine.stream.lines import (
+    ACK,
+    DONE,
+    END,
+    FAIL,
+    FRAME,
+    HELLO,
+    WELCOME,
+    Line,
+    Listener,
+    own_host,
+    wait,
+)
 from verl_ckpt_engine.tally import fingerprint
 from verl_contracts.errors import WeightSyncError
 
@@ -33,58 +43,14 @@ if TYPE_CHECKING:
     from verl_contracts.clock import Clock, Deadline
     from verl_contracts.weights import EndpointInfo, Plan
 
-__all__ = ["SLOTS", "Frame", "Node", "Record", "name_of"]
+__all__ = ["Node", "name_of"]
 
 _log = logging.getLogger(__name__)
 
-SLOTS: Final = 2
-"""Buckets that a rank holds: one is filled while the other is read."""
 _PATIENCE: Final = 0.5
 """Share of the time limit after which a child that does not move is dropped, if another one does."""
 _TICK_S: Final = 0.05
 """Longest until a wait looks at its limit, and whether it was stopped."""
-_FRAME: Final = struct.Struct("=QQ")
-_RECORD: Final = struct.Struct("=5Q")
-
-
-class Record(NamedTuple):
-    """One tensor, or one piece of a tensor that goes in pieces."""
-
-    tensor: int
-    """Its place in the manifest."""
-    offset: int
-    """Where in the tensor's bytes the piece begins."""
-    num_bytes: int
-    at: int
-    """Where in the slot the piece begins."""
-    digest: int
-    """Digest of the whole tensor in its last piece; 0 in the others."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """What a parent says of one bucket."""
-
-    sequence: int
-    num_bytes: int
-    records: tuple[Record, ...]
-
-    @property
-    def slot(self) -> int:
-        """Which slot of either side it goes to."""
-        return self.sequence % SLOTS
-
-    def encode(self) -> bytes:
-        """Return it as a message."""
-        head = _FRAME.pack(self.sequence, self.num_bytes)
-        return head + b"".join(_RECORD.pack(*record) for record in self.records)
-
-    @classmethod
-    def decode(cls, body: bytes) -> Frame:
-        """Return what `encode` made."""
-        sequence, num_bytes = _FRAME.unpack_from(body)
-        records = tuple(Record._make(row) for row in _RECORD.iter_unpack(body[_FRAME.size :]))
-        return cls(sequence=sequence, num_bytes=num_bytes, records=records)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -205,7 +171,7 @@ class Node:
             inlet = self.medium.inlet(address["host"], welcome, self._clock)
             self._parent, self._parent_address = Edge(line, inlet, self._wake), address
             opening = self._parent.run(lambda: inlet.open(self._deadline))
-            self.wait_for(opening)
+            self.settle(opening)
         if welcome.get("fingerprint") != str(fingerprint(self._plan.manifest)):
             raise self._error(f"the manifest of {self._parent_name} is not that of our plan")
         return welcome
@@ -251,13 +217,13 @@ class Node:
         into = self.slots[frame.slot][: frame.num_bytes]
         return edge.run(lambda: edge.end.pull(place, frame.slot, into, self._deadline))
 
-    def wait_for(self, future: Future[None]) -> None:
+    def settle(self, future: Future[None]) -> None:
         """Wait for something that travels. Raises what went wrong."""
         while not future.done():
             self.check([self._parent_name])
             self._sleep()
             self.pump()
-        if (exc := future.exception()) is not None:
+        if (exc := future.exception()) is not None:  # wait: it is done
             self.pump()
             self.check([self._parent_name])  # what the parent says of it is better
             raise self._error(f"the way from {self._parent_name} broke: {exc}", [self._parent_name]) from exc
@@ -316,7 +282,7 @@ class Node:
     def fail(self, reason: str) -> None:
         """Tell all neighbours that the sync is over, and give everything back. Idempotent."""
         said = reason.encode()[:4096]
-        for line, given in self._listener.accept():
+        for line, given in self._listener.newcomers():
             del given
             line.send(FAIL, said)
             line.close()
@@ -354,7 +320,7 @@ class Node:
         wait([self._wake.source, *self._listener.sources(), *lines, *more], limit_s)
 
     def _accept(self) -> None:
-        for line, said in self._listener.accept():
+        for line, said in self._listener.newcomers():
             name = f"{said.get('owner')} rank {said.get('rank')}"
             child = next((child for child in self._children if child.name == name), None)
             if child is None:
@@ -384,7 +350,7 @@ class Node:
             return
         while child.pushes and child.pushes[0][1].done():
             _, push = child.pushes.popleft()
-            if not push.cancelled() and (exc := push.exception()) is not None:
+            if not push.cancelled() and (exc := push.exception()) is not None:  # wait: it is done
                 self._drop(child, f"the way to it broke: {exc}")
                 return
         for message in edge.line.receive():
@@ -419,15 +385,3 @@ class Node:
 def name_of(endpoint: EndpointInfo) -> str:
     """Return how one rank is called in messages."""
     return f"{endpoint.owner} rank {endpoint.rank}"
-
-
-def own_host() -> str:
-    """Return the address at which other ranks reach this machine."""
-    if found := os.environ.get(HOST_VARIABLE):
-        return found
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))  # nothing is sent; the system says which address it would send from
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_ckpt_engine.copying import bytes_of
+from verl_ckpt_engine.stream.frames import SLOTS, Frame, Record
 from verl_ckpt_engine.stream.lines import END, FRAME
-from verl_ckpt_engine.stream.node import SLOTS, Frame, Record
 from verl_ckpt_engine.stream.role import Role, slot_bytes
 from verl_ckpt_engine.stream.routes import children_of_receiver, parent_of
 from verl_ckpt_engine.tally import ReceivedTally, dtype_of, size_of
@@ -144,7 +144,7 @@ class _Incoming:
                     return
                 self._hear()
             frame, pull = self._pulls.popleft()
-            self._node.wait_for(pull)
+            self._node.settle(pull)
             self._node.acknowledge(frame.sequence)
             self._join()
             self._node.announce(frame)

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from verl_ckpt_engine.copying import bytes_of, copy_and_hash
-from verl_ckpt_engine.stream.node import SLOTS, Frame, Record
+from verl_ckpt_engine.stream.frames import SLOTS, Frame, Record
 from verl_ckpt_engine.stream.role import ALIGNMENT, Role, slot_bytes
 from verl_ckpt_engine.stream.routes import children_of_sender
 from verl_ckpt_engine.tally import SentTally
