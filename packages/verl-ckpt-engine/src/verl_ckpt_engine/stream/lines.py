@@ -206,7 +206,7 @@ def own_host() -> str:
         return found
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("10.255.255.255", 1))  # wait: nothing is sent; the system says which address it would use
+            probe.connect(("10.255.255.255", 1))  # wait: datagrams are not connected, only routed
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
