@@ -206,7 +206,8 @@ def own_host() -> str:
         return found
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("10.255.255.255", 1))  # wait: datagrams are not connected, only routed
+            probe.settimeout(1.0)
+            probe.connect(("10.255.255.255", 1))  # sends nothing, and tells which address would be sent from
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
