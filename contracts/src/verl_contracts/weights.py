@@ -326,6 +326,11 @@ class CheckpointSettings:
     """Longest that any phase may take."""
     min_healthy: int = 1
     """Replicas that must commit for a sync to succeed."""
+    replicas_at_once: int | None = None
+    """Most replicas that are paused at the same time, while the others go on with the version before; None for all.
+
+    The weights are sent, and gathered, once for each round.
+    """
     options: Mapping[str, object] = field(default_factory=dict)
     """Keyword arguments for the implementation's `Config`."""
 

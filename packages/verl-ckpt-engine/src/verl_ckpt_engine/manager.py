@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self, cast
 
-from verl_ckpt_engine.transaction import Member, Transaction, describe, despite_cancellation
+from verl_ckpt_engine.rounds import Rounds
+from verl_ckpt_engine.transaction import Member, describe, despite_cancellation
 from verl_contracts.errors import ConfigError, StateError, WeightSyncError
 from verl_contracts.plugins import build_config, families, load_plugin
 from verl_contracts.rollout import KEEP, SLEEP
@@ -72,7 +73,7 @@ class TransactionalManager:
         """Those of which it was said that they cannot sleep."""
         self._last: tuple[int, str] | None = None
         self._lock = asyncio.Lock()
-        self._current: Transaction | None = None
+        self._current: Rounds | None = None
         self._closed = False
 
     @classmethod
@@ -91,8 +92,9 @@ class TransactionalManager:
             ("bucket_bytes", settings.bucket_bytes),
             ("phase_limit_s", settings.phase_limit_s),
             ("min_healthy", settings.min_healthy),
+            ("replicas_at_once", settings.replicas_at_once),
         ):
-            if value <= 0:
+            if value is not None and value <= 0:
                 raise ConfigError(f"{_KEY}: {name} is {value}; it must be more than 0")
         backend = load_plugin(families.WEIGHT_BACKEND, settings.backend, key=f"{_KEY}.backend")
         config = build_config(TransactionalConfig, settings.options, key=f"{_KEY}.engine_kwargs")
@@ -114,7 +116,7 @@ class TransactionalManager:
                 if name in self._asleep
             )
             members = [Member(replica=replica) for name, replica in self._replicas.items() if name not in self._asleep]
-            transaction = Transaction(
+            rounds = Rounds(
                 version=version,
                 settings=self._settings,
                 cleanup_limit_s=self._config.cleanup_limit_s,
@@ -130,16 +132,16 @@ class TransactionalManager:
             begun = self._clock.now()
             error: str | None = "cancelled"
             report: SyncReport | None = None
-            self._current = transaction
+            self._current = rounds
             try:
                 if not members:
                     raise WeightSyncError("prepare", f"there is no replica that is awake; asleep: {len(asleep)}")
-                outcome = await transaction.run()
+                outcome = await rounds.run()
                 report = SyncReport(
                     version=version,
-                    replicas=outcome.replicas + asleep,
+                    replicas=tuple(member.result() for member in members) + asleep,
                     num_bytes=outcome.num_bytes,
-                    seconds=dict(transaction.seconds),
+                    seconds=rounds.seconds,
                     digest=outcome.digest,
                     changed=self._last is None or outcome.digest != self._last[1],
                 )

@@ -39,11 +39,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["Member", "Outcome", "Transaction", "describe", "despite_cancellation"]
+__all__ = ["SENDER", "Member", "Outcome", "Transaction", "describe", "despite_cancellation", "failure"]
 
 _log = logging.getLogger(__name__)
 
 _PHASE_LIMIT = "actor_rollout_ref.rollout.checkpoint_engine.phase_limit_s"
+SENDER = "sender"
+"""Who failed, when it is none of the replicas."""
 _OWN_SHARE = 0.9
 """Share of a phase's limit that hosts are given, so that their error, which knows the tensor, comes before ours."""
 
@@ -87,7 +89,6 @@ class Member:
 class Outcome:
     """What a transaction that sent everything has to tell."""
 
-    replicas: tuple[ReplicaSync, ...]
     num_bytes: int
     digest: str
 
@@ -107,11 +108,14 @@ class Transaction:
     deadline: Deadline
     set_version: Callable[[Replica, int | None], None]
     """Told whenever a replica's committed version changes."""
+    expected: str | None = None
+    """Digest that the weights must have, because others were brought to the same version before."""
     seconds: dict[str, float] = field(default_factory=dict)
     phase: str = "prepare"
     session: str = ""
-    _causes: list[tuple[str, Exception]] = field(default_factory=list)
-    _sender_error: Exception | None = None
+    causes: list[tuple[str, Exception]] = field(default_factory=list)
+    """Who failed, and how, in order."""
+    sender_error: Exception | None = None
     _sender_prepared: bool = False
     _sending: bool = False
     _plan: Plan | None = None
@@ -153,12 +157,8 @@ class Transaction:
             await asyncio.gather(self._close_sender(), *(self._close_receiver(member) for member in self.healthy))
         committed = [member for member in self.members if member.committed]
         if len(committed) < self.settings.min_healthy:
-            raise self._failure()
-        return Outcome(
-            replicas=tuple(member.result() for member in self.members),
-            num_bytes=manifest.num_bytes,
-            digest=combined_digest(manifest, digests),
-        )
+            raise failure(self.members, [self], self.settings)
+        return Outcome(num_bytes=manifest.num_bytes, digest=combined_digest(manifest, digests))
 
     @property
     def healthy(self) -> list[Member]:
@@ -168,11 +168,11 @@ class Transaction:
     @contextmanager
     def _phase(self, name: str) -> Iterator[Deadline]:
         """Enter a phase; stop here when nobody is left for it, or the sender is lost."""
-        if self._sender_error is not None:
+        if self.sender_error is not None:
             for member in self.healthy:
-                self._lose(member, self._sender_error)
+                self._lose(member, self.sender_error)
         if not self.healthy and name not in ("prepare", "resume", "close"):
-            raise self._failure()
+            raise failure(self.members, [self], self.settings)
         self.phase = name
         for member in self.healthy:
             member.phase = name
@@ -190,7 +190,9 @@ class Transaction:
                 self.sender.prepare(self.version, session=self.session, deadline=self._own(limit)), "sender", limit
             )
         except Exception as exc:
-            raise WeightSyncError("prepare", f"the sender failed: {describe(exc)}", missing=("sender",)) from exc
+            self.sender_error = WeightSyncError("prepare", f"the sender failed: {describe(exc)}", missing=("sender",))
+            self.causes.append((SENDER, self.sender_error))
+            raise self.sender_error from exc
 
         async def prepare(member: Member, own: Deadline) -> None:
             member.prepared = True
@@ -227,8 +229,8 @@ class Transaction:
             try:
                 self._sent = await self._bounded(self.sender.transfer(plan, deadline=self._own(limit)), "sender", limit)
             except Exception as exc:
-                self._sender_error = exc
-                self._causes.append(("sender", exc))
+                self.sender_error = exc
+                self.causes.append((SENDER, exc))
                 reason = f"the sender failed: {describe(exc)}"
                 await asyncio.gather(*(self._abort(member, reason) for member in members if not member.reports))
 
@@ -239,7 +241,7 @@ class Transaction:
             except Exception as exc:
                 self._lose(member, exc)
                 await self._abort(member, describe(exc))
-                if not any(other.error is None for other in members) and self._sender_error is None:
+                if not any(other.error is None for other in members) and self.sender_error is None:
                     await self._abort_sender(f"every replica failed; {member.name}: {describe(exc)}")
 
         for member in members:
@@ -251,9 +253,11 @@ class Transaction:
         """Compare what arrived with what was sent, and both with the manifest. Returns the sender's digests."""
         try:
             digests = check_sent(manifest, self._sent)
+            if self.expected not in (None, combined_digest(manifest, digests)):
+                raise WeightSyncError("verify", f"the weights of version {self.version} changed between its rounds")
         except WeightSyncError as exc:
-            self._sender_error = exc
-            self._causes.append(("sender", exc))
+            self.sender_error = exc
+            self.causes.append((SENDER, exc))
             return {}
         for member in self.healthy:
             try:
@@ -329,25 +333,8 @@ class Transaction:
         member.error = describe(exc)
         member.committed = False
         self.set_version(member.replica, None)
-        self._causes.append((member.name, exc))
+        self.causes.append((member.name, exc))
         _log.warning("replica %s is invalid: it failed in phase %s: %s", member.name, self.phase, member.error)
-
-    def _failure(self) -> WeightSyncError:
-        """Return the error of the whole sync, first cause first."""
-        committed = sum(member.committed for member in self.members)
-        distinct = {id(exc): f"{who}: {describe(exc)}" for who, exc in reversed(self._causes)}
-        listed = "; ".join(list(reversed(distinct.values()))[:5])
-        first = self._causes[0][1] if self._causes else None
-        known = first if isinstance(first, WeightSyncError) else None
-        error = WeightSyncError(
-            known.phase if known is not None else self.phase,
-            f"{committed} of {len(self.members)} replicas committed version {self.version}, "
-            f"min_healthy is {self.settings.min_healthy}; first causes: {listed}",
-            known.tensor if known is not None else None,
-            [member.name for member in self.members if not member.committed],
-        )
-        error.__cause__ = first
-        return error
 
     def _own(self, limit: Deadline) -> Deadline:
         return Deadline.after(self.clock, limit.remaining(self.clock) * _OWN_SHARE)
@@ -360,6 +347,27 @@ class Transaction:
 def describe(exc: BaseException) -> str:
     """Return `exc` in one line; errors of our own say what they are themselves."""
     return str(exc) if isinstance(exc, VerlError) else f"{type(exc).__name__}: {exc}"
+
+
+def failure(
+    members: Sequence[Member], transactions: Sequence[Transaction], settings: CheckpointSettings
+) -> WeightSyncError:
+    """Return the error of a whole sync, which may have taken several transactions, first cause first."""
+    last, causes = transactions[-1], [cause for transaction in transactions for cause in transaction.causes]
+    missing = [member.name for member in members if not member.committed]
+    distinct = {id(exc): f"{who}: {describe(exc)}" for who, exc in reversed(causes)}
+    listed = "; ".join(list(reversed(distinct.values()))[:5])
+    first = causes[0][1] if causes else None
+    known = first if isinstance(first, WeightSyncError) else None
+    error = WeightSyncError(
+        known.phase if known is not None else last.phase,
+        f"{len(members) - len(missing)} of {len(members)} replicas committed version {last.version}, "
+        f"min_healthy is {settings.min_healthy}; first causes: {listed}",
+        known.tensor if known is not None else None,
+        missing,
+    )
+    error.__cause__ = first
+    return error
 
 
 async def despite_cancellation(work: Coroutine[None, None, None], limit_s: float) -> None:

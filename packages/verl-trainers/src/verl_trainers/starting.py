@@ -127,6 +127,7 @@ class Starter:
                 verification=engine.verification,
                 pause_mode=resolved.plan.schedule.pause_mode,
                 phase_limit_s=engine.phase_limit_s,
+                replicas_at_once=engine.replicas_at_once,
                 min_healthy=engine.min_healthy,
                 options=engine.engine_kwargs,
             ),

@@ -51,6 +51,7 @@ AT_LEAST: dict[str, float] = {
     f"{_ROLLOUT}.agent.num_workers": 1,
     f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 1,
     f"{_ROLLOUT}.checkpoint_engine.min_healthy": 1,
+    f"{_ROLLOUT}.checkpoint_engine.replicas_at_once": 1,
     f"{_ROLLOUT}.val_kwargs.n": 1,
     f"{_ROLLOUT}.val_kwargs.temperature": 0,
     f"{_ROLLOUT}.val_kwargs.top_k": 1,

@@ -181,6 +181,9 @@ class CheckpointEngineConfig:
     """Options of the checkpoint-engine manager."""
     phase_limit_s: float = 60.0
     min_healthy: int = 1
+    replicas_at_once: int | None = None
+    """Most replicas that a sync pauses at the same time; the others go on with the weights before, and their turn
+    comes next. Null means all at once, which gathers the weights only once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
