@@ -81,6 +81,7 @@ PACKAGES = (
     Package(
         name="ckpt-engine",
         folder="packages/verl-ckpt-engine",
+        extras=("test",),
         absent=("ray", "vllm", "transformers", "omegaconf", "nixl_cu13", "mooncake"),
     ),
     Package(

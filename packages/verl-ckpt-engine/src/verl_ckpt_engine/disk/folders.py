@@ -124,7 +124,7 @@ def complete_versions(root: Path) -> list[Path]:
 def remove(path: Path) -> None:
     """Remove a folder, first its name and then what is in it. Idempotent."""
     gone = path.with_name(f"{_REMOVED}{uuid.uuid4().hex}")
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
@@ -162,7 +162,7 @@ def prune(root: Path, mine: Sequence[VersionFolder], keep: int) -> list[VersionF
 
 
 def _versions(root: Path) -> Iterator[Path]:
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         yield from (path for path in root.glob("v????????*-*") if path.is_dir())
 
 

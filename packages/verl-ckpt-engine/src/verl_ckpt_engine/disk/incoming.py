@@ -33,7 +33,7 @@ _PEER_EVERY_S: Final = 0.1
 
 
 class IncomingFolder:
-    """Reads one plan's tensors: `join`, `items`, `finish`, `leave`; `stop` at any time, from any thread."""
+    """Reads one plan's tensors: `enter`, `items`, `finish`, `leave`; `stop` at any time, from any thread."""
 
     def __init__(self, plan: Plan, owner: str, rank: int, memory: Memory, clock: Clock, deadline: Deadline) -> None:
         sender = plan.senders[0]
@@ -51,7 +51,7 @@ class IncomingFolder:
         self._over = False
         self._looked = self._asked = clock.now()
 
-    def join(self) -> None:
+    def enter(self) -> None:
         """Sit down in the folder, which on another machine may take a moment to be seen."""
         poll(self._folder.is_dir, self._check_unseen)
         with self._lock:

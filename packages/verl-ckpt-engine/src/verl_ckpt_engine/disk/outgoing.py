@@ -1,7 +1,8 @@
 """One send under way: the shard that is being written, the counts, the end.
 
 Owns the order in which things become visible: each shard when it is whole, the marker when all shards have reached the
-disk. A disk that is full is an error that says where, and how much was written.
+disk. Receivers of the session need no marker, so nobody waits for the disk while replicas are paused. A disk that is
+full is an error that says where, and how much was written.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["OutgoingFolder"]
 
 
 class OutgoingFolder:
-    """Writes one plan's tensors into a folder: `write` each in the order of the manifest, then `end`."""
+    """Writes one plan's tensors into a folder: `write` each in the order of the manifest, then `end`, then `seal`."""
 
     def __init__(
         self, folder: Path, plan: Plan, clock: Clock, deadline: Deadline, *, stopped: Callable[[], str | None]
@@ -64,19 +65,21 @@ class OutgoingFolder:
             raise self._error(exc) from exc
 
     def end(self) -> None:
-        """Let the last shard be seen, make the version complete, and wait until everybody who is left has it."""
-        self.tally.check_end()
-        tally, missing = self.tally, self._audience.missing
-        digest = tally.digest()
+        """Let the last shard be seen, and wait until everybody who is left has loaded everything."""
+        tally = self.tally
+        tally.check_end()
         try:
-            self._finish(self._open(), End(tensors=tally.tensors, num_bytes=tally.num_bytes, digest=digest))
-            for shard in self._shards:
-                self._check(missing)
-                _flush(self._folder / shard.name)
-            Marker.of(self._plan, self._shards, tally.digests, digest).write(self._folder)
+            end = End(tensors=tally.tensors, num_bytes=tally.num_bytes, digest=tally.digest())
+            self._finish(self._open(), end)
         except OSError as exc:
             raise self._error(exc) from exc
         self._audience.wait_for_all(self._deadline, self._check)
+
+    def seal(self) -> None:
+        """Make the version complete, for those who come late. Raises OSError when the disk refuses."""
+        for shard in self._shards:
+            _flush(self._folder / shard.name)
+        Marker.of(self._plan, self._shards, self.tally.digests, self.tally.digest()).write(self._folder)
 
     def discard(self) -> None:
         """Remove the shard that is not whole. Never raises."""

@@ -47,7 +47,7 @@ class DiskReceiver:
         begun = self._clock.now()
         folder = self._begin(plan, deadline)
         try:
-            folder.join()
+            folder.enter()
             load = target.load(folder.items())
             folder.tally.check_load(load)
             folder.finish()

@@ -37,23 +37,34 @@ class _Session:
         self.folder = folder
         self.stopped: str | None = None
         self.begun = False
-        self.complete = False
+        self.sent: OutgoingFolder | None = None
+        """What everybody who is left has loaded."""
         self._lock = threading.Lock()
 
     def stop(self, reason: str) -> None:
         """Make a send that runs raise, and tell the receivers; harmless when it is over."""
         with self._lock:
-            if self.complete or self.stopped is not None:
+            if self.sent is not None or self.stopped is not None:
                 return
             self.stopped = reason
             if self.folder is not None:
                 with suppress(OSError):  # on a full disk the words are lost; a folder that is gone tells enough
                     self.folder.seat.become(FAIL, reason)
 
-    def finish(self) -> None:
-        """Note that everything was sent, unless it was stopped meanwhile."""
+    def finish(self, sent: OutgoingFolder) -> None:
+        """Note that everything was sent. Raises `WeightSyncError` when it was stopped meanwhile."""
         with self._lock:
-            self.complete = self.stopped is None
+            if self.stopped is not None:
+                raise sent.tally.error(self.stopped)
+            self.sent = sent
+
+    def close(self) -> OutgoingFolder | None:
+        """End it; return what was sent, None if it had not come to its end."""
+        self.stop("the sender closed before the end")
+        with self._lock:
+            sent, self.sent = self.sent, None
+            self.stopped = self.stopped or "the sender closed"
+            return sent
 
 
 class DiskSender:
@@ -91,7 +102,7 @@ class DiskSender:
     def send(self, plan: Plan, source: WeightSource, /, *, deadline: Deadline) -> TransferReport:
         """Write everything. Raises `WeightSyncError` naming the missing peers, at the deadline at the latest.
 
-        Returns when the version is complete and every receiver that is left has said that it loaded everything.
+        Returns when every receiver that is left has said that it loaded everything.
         """
         session = self._begin(plan)
         begun = self._clock.now()
@@ -104,9 +115,7 @@ class DiskSender:
             for meta, tensor in items:
                 folder.write(meta, tensor)
             folder.end()
-            session.finish()
-            if session.stopped is not None:
-                raise folder.tally.error(session.stopped)
+            session.finish(folder)
         except BaseException as exc:
             error = exc if isinstance(exc, WeightSyncError) else folder.tally.error(f"{type(exc).__name__}: {exc}")
             folder.discard()
@@ -129,19 +138,17 @@ class DiskSender:
     def close(self) -> None:
         """End the session; receivers that still read are told. Idempotent, legal in every state.
 
-        What was sent well stays, and older versions go; what was not is removed at once.
+        A version that was sent well is made complete, and older ones go; one that was not is removed at once.
         """
         with self._lock:
             session, self._session = self._session, None
-            if session is None or session.folder is None:
+            if session is None:
                 return
-            session.stop("the sender closed before the end")
-            if session.complete:
-                self._kept.append(session.folder)
-                try:
-                    self._kept = prune(session.folder.path.parent, self._kept, self._keep)
-                except OSError as exc:
-                    _log.warning("older versions beside %s could not be removed: %s", session.folder.path, exc)
+            sent = session.close()
+            if session.folder is None:
+                return
+            if sent is not None and self._seal(session.folder, sent):
+                self._kept = prune(session.folder.path.parent, [*self._kept, session.folder], self._keep)
             else:
                 remove(session.folder.path)
                 session.folder.seat.leave()
@@ -156,6 +163,15 @@ class DiskSender:
                 raise StateError(f"session {plan.session!r} was sent already; prepare another one")
             session.begun = True
             return session
+
+    def _seal(self, folder: VersionFolder, sent: OutgoingFolder) -> bool:
+        """Make a version complete. One that cannot be is no failure of the sync, for its receivers have it."""
+        try:
+            sent.seal()
+        except OSError as exc:
+            _log.warning("%s was loaded, and cannot be kept for those who come late: %s", folder.path, exc)
+            return False
+        return True
 
     def _drain(self, session: _Session, source: WeightSource, deadline: Deadline) -> None:
         for meta, _ in source.tensors():
