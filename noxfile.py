@@ -121,13 +121,7 @@ def environment(
     plain = [entry for entry in requirements if entry not in editable]
     projects = [ROOT / entry.partition("[")[0] / "pyproject.toml" for entry in editable]
     constraints = constrained(pins)
-    inputs = [
-        sys.version,
-        constraints,
-        *requirements,
-        *without,
-        *(project.read_text() for project in projects),
-    ]
+    inputs = [sys.version, constraints, *requirements, *without, *(project.read_text() for project in projects)]
     marker = folder / f"complete-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
     if not fresh and marker.exists() and Path(python).exists():
         return python
@@ -257,10 +251,16 @@ def typecheck_tools(session: nox.Session) -> None:
     session.run(python, "-m", "mypy", "integration_tests/vllm", env={"MYPYPATH": "integration_tests"})
 
 
+def chosen(session: nox.Session) -> list[str]:
+    """Return what pytest is given; what pyproject.toml leaves out is chosen by a later `-m`."""
+    slow = ["-m", "not trackers"] if "--slow" in session.posargs else []
+    return slow + [argument for argument in session.posargs if argument != "--slow"]
+
+
 def tests(session: nox.Session, package: Package) -> None:
-    """Its tests, with the contracts and none of its siblings installed."""
+    """Its tests, with the contracts and none of its siblings installed; the slow ones too when `-- --slow` is given."""
     python = test_environment(session, package)
-    session.run(python, "-m", "pytest", f"{package.folder}/tests", *session.posargs)
+    session.run(python, "-m", "pytest", f"{package.folder}/tests", *chosen(session))
 
 
 @nox.session(name="tests-contracts-torch")
@@ -283,10 +283,9 @@ def tests_rollout_vllm(session: nox.Session, name: str) -> None:
     """Run the tests of the vLLM engine with one of its builds; the slow ones too when `-- --slow` is given."""
     if name.endswith("-gpu") and not list(Path("/dev").glob("nvidia[0-9]*")):
         session.error(f"this machine has no NVIDIA GPU (no /dev/nvidia0); {name} needs {VLLM_BUILDS[name]['needs']}")
-    python, slow = vllm_environment(session, name), "--slow" in session.posargs
-    env = {"VERL_SMOLLM2": small_model(session, python)} if slow else {}
-    arguments = ["-m", "slow or not slow" if slow else "not slow", *(a for a in session.posargs if a != "--slow")]
-    session.run(python, "-m", "pytest", "-W", "default", "integration_tests/vllm", *arguments, env=env)
+    python = vllm_environment(session, name)
+    env = {"VERL_SMOLLM2": small_model(session, python)} if "--slow" in session.posargs else {}
+    session.run(python, "-m", "pytest", "-W", "default", "integration_tests/vllm", *chosen(session), env=env)
 
 
 def conformance(session: nox.Session, package: Package) -> None:

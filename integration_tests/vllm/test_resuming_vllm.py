@@ -65,7 +65,7 @@ async def cut_and_continued(engine: SharedEngine, request: GenerationRequest, dr
     raise AssertionError("it was never completed")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_answer_that_was_cut_and_continued_is_the_uninterrupted_one(tiny: tuple[Path, PreTrainedModel]) -> None:
     async def case() -> None:
         folder, model = tiny
@@ -85,4 +85,4 @@ def test_an_answer_that_was_cut_and_continued_is_the_uninterrupted_one(tiny: tup
             status = engine.status()
             assert (status.running, status.waiting) == (0, 0)
 
-    on_loop(case(), 280.0)
+    on_loop(case(), 580.0)
