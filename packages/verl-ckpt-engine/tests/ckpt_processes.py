@@ -285,11 +285,12 @@ class _Target(DictTarget):
 def _answer(pipe: Connection, calls: dict[str, Callable[[object], object]], script: _Script) -> None:
     """Serve: `abort` at once, everything else one after another."""
     worker, lock = ThreadPoolExecutor(1), threading.Lock()
+    calls["fault"] = lambda fault: script.set(cast("Fault", fault))
 
     def do(number: int, what: str, argument: object) -> None:
         try:
             script.meet(what)
-            answer = script.set(cast("Fault", argument)) if what == "fault" else calls[what](argument)
+            answer = calls[what](argument)
         except Exception as exc:  # whatever it is, the other end raises it
             answer = exc
         with lock, suppress(OSError):
