@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.rows import embedded, orchestration, shm, starts, trainers, vllm, vllm_updates
+from bench.rows import embedded, orchestration, starts, trainers, vllm, vllm_updates, weights
 
 if TYPE_CHECKING:
     from bench.core import Benchmark
@@ -19,7 +19,7 @@ NEED_VLLM: tuple[Benchmark, ...] = (*vllm.BENCHMARKS, *vllm_updates.BENCHMARKS)
 
 BENCHMARKS: tuple[Benchmark, ...] = (
     *starts.BENCHMARKS,
-    *shm.BENCHMARKS,
+    *weights.BENCHMARKS,
     *embedded.BENCHMARKS,
     *orchestration.BENCHMARKS,
     *trainers.BENCHMARKS,

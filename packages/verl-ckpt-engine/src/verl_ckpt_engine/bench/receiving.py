@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
+from verl_ckpt_engine import tally
 from verl_ckpt_engine.bench.payload import make_weights
 from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.plugins import families, load_plugin
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from verl_contracts.weights import EndpointInfo, Plan, WeightReceiver
 
-__all__ = ["LIMIT_S", "Answered", "PeakMemory", "Receiver", "receiver_process"]
+__all__ = ["LIMIT_S", "Answered", "PeakMemory", "Receiver", "digests", "receiver_process"]
 
 LIMIT_S: Final = 120.0
 """Longest that one transfer may take."""
@@ -74,11 +75,11 @@ class Receiver:
 
 
 @contextmanager
-def receiver_process(backend: str, name: str, num_bytes: int) -> Iterator[Receiver]:
+def receiver_process(backend: str, name: str, num_bytes: int, *, hashes: bool = True) -> Iterator[Receiver]:
     """Yield a fresh receiver, which is ready."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_serve, args=(theirs, backend, name, num_bytes), daemon=True)
+    child = context.Process(target=_serve, args=(theirs, backend, name, num_bytes, hashes), daemon=True)
     child.start()
     theirs.close()
     receiver = Receiver(ours)
@@ -92,7 +93,31 @@ def receiver_process(backend: str, name: str, num_bytes: int) -> Iterator[Receiv
         child.join(LIMIT_S)
 
 
-def _serve(pipe: Connection, backend: str, name: str, num_bytes: int) -> None:
+@contextmanager
+def digests(made: bool) -> Iterator[None]:
+    """Make none where they are not `made`, in this process: to learn what they cost."""
+    names = vars(tally)
+    before = names["payload_hasher"]
+    if not made:
+        names["payload_hasher"] = lambda num_bytes, verification: _Nothing()
+    try:
+        yield
+    finally:
+        names["payload_hasher"] = before
+
+
+class _Nothing:
+    """Reads nothing."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Do nothing."""
+
+    def intdigest(self) -> int:
+        """Return the same for everything."""
+        return 0
+
+
+def _serve(pipe: Connection, backend: str, name: str, num_bytes: int, hashes: bool) -> None:
     torch.set_num_threads(1)
     clock, memory = SystemClock(), PeakMemory()
     target = make_weights(num_bytes, seed=2)
@@ -104,7 +129,8 @@ def _serve(pipe: Connection, backend: str, name: str, num_bytes: int) -> None:
             pipe.send(receiver.prepare(session=session, rank=0))
             plan = pipe.recv()  # wait: as above
             memory.reset()
-            report = receiver.receive(plan, target, deadline=Deadline.after(clock, LIMIT_S))
+            with digests(hashes):
+                report = receiver.receive(plan, target, deadline=Deadline.after(clock, LIMIT_S))
             pipe.send((dict(report.digests), memory.extra()))
         except Exception as exc:  # the parent raises it
             pipe.send(exc)

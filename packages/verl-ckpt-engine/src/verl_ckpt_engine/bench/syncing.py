@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from verl_ckpt_engine.bench.payload import make_weights
-from verl_ckpt_engine.bench.receiving import LIMIT_S, PeakMemory, receiver_process
+from verl_ckpt_engine.bench.receiving import LIMIT_S, PeakMemory, digests, receiver_process
 from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.plugins import families, load_plugin
 
@@ -33,6 +33,8 @@ class Case:
     num_bytes: int = 269_000_000
     bucket_bytes: int = 32 * 1024 * 1024
     verification: Verification = "full"
+    hashes: bool = True
+    """Whether digests are made at all. Without, nothing is verified: only to learn what they cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,10 @@ class Syncs:
         """Start the receivers; end them afterwards."""
         with ExitStack() as stack:
             names = [f"replica-{number}" for number in range(case.receivers)]
-            receivers = [stack.enter_context(receiver_process(case.backend, name, case.num_bytes)) for name in names]
+            receivers = [
+                stack.enter_context(receiver_process(case.backend, name, case.num_bytes, hashes=case.hashes))
+                for name in names
+            ]
             syncs = cls(case, receivers)
             stack.callback(syncs.close)
             yield syncs
@@ -92,12 +97,13 @@ class Syncs:
         plan = replace(plan, verification=case.verification)
         for receiver in self._receivers:
             receiver.begin(plan)
-        report = sender.send(plan, self.source, deadline=Deadline.after(SystemClock(), LIMIT_S))
+        with digests(case.hashes):
+            report = sender.send(plan, self.source, deadline=Deadline.after(SystemClock(), LIMIT_S))
         answers = [cast("Answered", receiver.answer()) for receiver in self._receivers]
         seconds = time.perf_counter() - begun
         extra = self._memory.extra()
         sender.close()
-        if any(digests != dict(report.digests) for digests, _ in answers):
+        if any(found != dict(report.digests) for found, _ in answers):
             raise RuntimeError("digests of sender and receiver differ")
         return Timing(
             seconds=seconds,
