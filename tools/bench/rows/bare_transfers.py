@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     import torch
-    from torch.distributed import Store, Work
+    from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
 __all__ = ["broadcast_process", "ray_receiver"]
 
@@ -27,7 +27,7 @@ LIMIT_S = 60.0
 def broadcast_process(num_bytes: int, piece: int) -> Iterator[Callable[[], float]]:
     """Broadcast by gloo from one block of memory into another."""
     import torch
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -54,7 +54,7 @@ def broadcast_process(num_bytes: int, piece: int) -> Iterator[Callable[[], float
 
 def _take(pipe: Connection, port: int, num_bytes: int, piece: int) -> None:
     import torch
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     move = _mover(TCPStore("127.0.0.1", port, is_master=False), 1, num_bytes, piece)
@@ -67,7 +67,7 @@ def _take(pipe: Connection, port: int, num_bytes: int, piece: int) -> None:
 def _mover(store: Store, rank: int, num_bytes: int, piece: int) -> Callable[[torch.Tensor], None]:
     from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=LIMIT_S)
     group = cast("_Group", ProcessGroupGloo(PrefixStore("bench", store), rank, 2, options))
