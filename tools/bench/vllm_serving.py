@@ -1,4 +1,4 @@
-"""vLLM behind our manager, and bare, with the same arguments and the same requests: for rows that compare them."""
+"""Replicas behind our manager, and bare vLLM with the same arguments and requests: for rows that compare them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from bench.core import Conditions
-    from verl_contracts.rollout import LLMClient, PauseMode, RolloutSettings
+    from verl_contracts.events import EventSink
+    from verl_contracts.rollout import LLMClient, LLMServerManager, PauseMode, RolloutSettings
     from verl_contracts.tokens import GenerationRequest
     from verl_contracts.weights import CheckpointEngineManager
 
@@ -67,6 +68,7 @@ class Served:
 
     client: LLMClient
     checkpoint: CheckpointEngineManager
+    servers: LLMServerManager
 
 
 @asynccontextmanager
@@ -77,6 +79,8 @@ async def serving(
     replicas: int = 1,
     options: Mapping[str, object] | None = None,
     pause_mode: PauseMode = "abort",
+    replicas_at_once: int | None = None,
+    events: EventSink | None = None,
 ) -> AsyncIterator[Served]:
     """Yield replicas on Ray that serve the weights of `model` as version 0."""
     import torch
@@ -94,7 +98,7 @@ async def serving(
 
     # Both sides have the same claim to the cores: Ray would put its processes behind all others.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's spelling
-    clock, events = SystemClock(), NullEvents()
+    clock, events = SystemClock(), events or NullEvents()
     weights = PolicyWeights(dict(model.named_parameters()), dtype=getattr(torch, settings.dtype))
     deadline = Deadline.after(clock, LIMIT_S)
     runtime = await RayRuntime.create(
@@ -110,7 +114,7 @@ async def serving(
             deadline=deadline,
         )
         checkpoint = await TransactionalManager.create(
-            CheckpointSettings(pause_mode=pause_mode),
+            CheckpointSettings(pause_mode=pause_mode, replicas_at_once=replicas_at_once),
             sender=LocalSenderHost(ShmSender(owner="trainer", rank=0, clock=clock), weights, clock=clock),
             replicas=manager.replicas(),
             clock=clock,
@@ -118,7 +122,7 @@ async def serving(
         )
         await checkpoint.update_weights(0, deadline=deadline)
         await manager.admit([replica.replica_id for replica in manager.replicas()])
-        yield Served(client=manager.client(), checkpoint=checkpoint)
+        yield Served(client=manager.client(), checkpoint=checkpoint, servers=manager)
     finally:
         await runtime.close(deadline=Deadline.after(clock, LIMIT_S))
 

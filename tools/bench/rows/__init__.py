@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.rows import embedded, orchestration, starts, trainers, vllm, vllm_updates, weights
+from bench.rows import embedded, orchestration, starts, trainers, updates, vllm, vllm_updates, weights
 
 if TYPE_CHECKING:
     from bench.core import Benchmark
 
 __all__ = ["BENCHMARKS", "NEED_VLLM"]
 
-NEED_VLLM: tuple[Benchmark, ...] = (*vllm.BENCHMARKS, *vllm_updates.BENCHMARKS)
+NEED_VLLM: tuple[Benchmark, ...] = (*vllm.BENCHMARKS, *vllm_updates.BENCHMARKS, *updates.NEED_VLLM)
 """Those that an environment without vLLM leaves out."""
 
 BENCHMARKS: tuple[Benchmark, ...] = (
     *starts.BENCHMARKS,
     *weights.BENCHMARKS,
+    *updates.BENCHMARKS,
     *embedded.BENCHMARKS,
     *orchestration.BENCHMARKS,
     *trainers.BENCHMARKS,
