@@ -63,9 +63,12 @@ def test_shards_are_files_that_others_read_and_none_larger_than_a_bucket() -> No
     _, folder = sync(7, weights)
     shards = sorted(folder.glob("*.safetensors"))
     found = [load_file(shard) for shard in shards]
-    for part in found:
+    for shard, part in zip(shards, found, strict=True):
         size = sum(tensor.numel() * tensor.element_size() for tensor in part.values())
         assert size <= 6000 or list(part) == ["large"]
+        header = json.loads(shard.read_bytes()[8 : 8 + int.from_bytes(shard.read_bytes()[:8], "little")])
+        for name, tensor in part.items():
+            assert header[name]["data_offsets"][0] % tensor.element_size() == 0, "others map it in place"
     together = {name: tensor for part in found for name, tensor in part.items()}
     assert together.keys() == weights.keys()
     assert all(torch.equal(together[name], tensor) for name, tensor in weights.items())

@@ -73,11 +73,10 @@ def load_folder(folder: Path, target: WeightTarget) -> LoadReport:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Keep clean-up away from a folder for the block."""
-    path = folder / MARKER
+    """Keep clean-up away from a folder for the block; if it came first, there is nothing to read by now."""
     try:
-        with locked(path, shared=True) as free:
-            if not free or not path.exists():
+        with locked(folder / MARKER, shared=True) as free:
+            if not free:
                 raise _refused(folder, "it is being cleaned up, for a newer one is complete")
             yield
     except FileNotFoundError as exc:
