@@ -128,6 +128,24 @@ def test_receiver_that_is_killed_before_it_joins_ends_the_sender() -> None:
     assert ended.error.missing == ("victim rank 0",)
 
 
+def test_byte_that_changes_on_the_disk_costs_the_receiver_and_is_named() -> None:
+    written = threading.Event()
+    source = ListSource(WEIGHTS, before=lambda index: written.set() if index == len(WEIGHTS) - 1 else None)
+    side = ThreadReceiver(DiskBackend, "r0")
+    with Session(DiskBackend, source, [side], bucket_bytes=6000) as session:
+        sending = session.send(30.0)
+        _wait(written)
+        path = folder_of(session.plan) / "00001.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        received, sent = side.start(session.plan, 30.0).end(), sending.end()
+    for ended in (received, sent):
+        assert isinstance(ended.error, WeightSyncError)
+        assert "the payload was changed on the way" in str(ended.error)
+    assert list(side.target.tensors) == ["w0", "w1", "w2"], "none that is wrong is loaded"
+
+
 def test_straggler_is_left_behind_when_another_one_is_done() -> None:
     go_on = threading.Event()
     fast = ThreadReceiver(DiskBackend, "fast")
