@@ -81,7 +81,7 @@ PACKAGES = (
     Package(
         name="ckpt-engine",
         folder="packages/verl-ckpt-engine",
-        extras=("test",),
+        extras=("test", "nixl", "mooncake"),
         absent=("ray", "vllm", "transformers", "omegaconf", "nixl_cu13", "mooncake"),
     ),
     Package(
