@@ -103,3 +103,23 @@ def test_validating_only_scores_the_starting_weights(tmp_path: Path) -> None:
     assert isinstance(summary["val_last"], float)
     assert "nothing trained" in run.output
     assert not (run.folder / "model").exists()
+
+
+@pytest.mark.parametrize("backend", ["shm", "naive", "gloo", "disk"])
+def test_verifying_compares_each_replica_with_the_trainer_after_both_syncs(tmp_path: Path, backend: str) -> None:
+    key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    run = train(tmp_path / "run", *EXACT, "runtime=local", "trainer.verify_only=true", f"{key}={backend}")
+    assert run.code == 0, run.output
+    assert (run.summary["part"], run.summary["steps"], run.summary["final_version"]) == ("verify_only", 0, 1)
+    assert 0.0 < float(str(run.summary["logprob_diff_max"])) < 1e-5
+    assert len(run.events("sync.end")) == 2
+    assert "verified in" in run.output
+    assert not (run.folder / "model").exists()
+
+
+def test_verifying_finds_an_engine_that_keeps_a_part_of_the_first_weights(tmp_path: Path) -> None:
+    engine = "actor_rollout_ref.rollout.name=outside_engines:KeepsAPart"
+    run = train(tmp_path / "run", "runtime=local", "trainer.verify_only=true", engine)
+    assert run.code == 1
+    assert "at version 0" in run.output, "the first weights it takes"
+    assert "rollout-0 holds version 1 to the byte, and its log-probs differ from the trainer's by" in run.output

@@ -67,7 +67,7 @@ class FirstToken:
                 # It comes to a replica that is paused, and is let in with the new weights.
                 reply = await _generate(served, _request(prompt, 1, min_version=version))
                 seconds = time.perf_counter() - begun
-                report = await update
+                report = await asyncio.wait_for(update, LIMIT_S)
                 if reply.spans[0].version != version:
                     raise BenchError(f"the token is of version {reply.spans[0].version}, not {version}")
                 if version > 1:
@@ -132,7 +132,7 @@ class RollingUpdate:
                     while not done.is_set():
                         version += 1
                         await _update(served, version)
-                    during = await counting
+                    during = await asyncio.wait_for(counting, LIMIT_S)
                     shares.append(min(during) / statistics.median(before))
             finally:
                 stop.set()

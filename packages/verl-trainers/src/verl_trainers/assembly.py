@@ -20,19 +20,19 @@ from verl_contracts.tokens import SamplingParams
 from verl_contracts.waits import watch_waits
 from verl_trainers.config.engine import logprob_diff_limit
 from verl_trainers.core.admission import BoundedAdmission
-from verl_trainers.core.loop import LoopLimits, LoopParts, TrainingLoop
+from verl_trainers.core.loop import LoopLimits, LoopParts, LoopReport, TrainingLoop
 from verl_trainers.core.producer import GroupRules
 from verl_trainers.core.store import GroupStore
 from verl_trainers.core.validation import Validator
 from verl_trainers.partial.rollout_file import head_of
 from verl_trainers.partial.rules import part_of
 from verl_trainers.partial.saving import RolloutSaver
+from verl_trainers.partial.verifying import verify_syncs
 from verl_trainers.starting import RunInputs, Started, Starter, cancel, stop
 
 if TYPE_CHECKING:
     from verl_contracts.runtime import Runtime
     from verl_contracts.training import PolicyWorkers, Schedule
-    from verl_trainers.core.loop import LoopReport
     from verl_trainers.core.producer import GroupPlayer
 
 __all__ = ["run_parts"]
@@ -65,6 +65,19 @@ async def run_parts(inputs: RunInputs) -> LoopReport:
             report = await _loop(inputs, runtime, started, saver).run()
             saver.finish()
             return report
+        if part_of(config) == "verify_only" and started.servers is not None and started.checkpoint is not None:
+            differences = await verify_syncs(
+                started.workers,
+                started.servers,
+                started.checkpoint,
+                inputs.data,
+                temperature=config.actor_rollout_ref.rollout.temperature,
+                max_tokens=config.data.max_response_length,
+                limit=logprob_diff_limit(config),
+                limit_s=config.trainer.sync_limit_s,
+                clock=clock,
+            )
+            return LoopReport(logprob_diffs=differences, final_version=1)
         report = await _loop(inputs, runtime, started, started.workers).run()
         if part_of(config) == "val_only":
             if not report.validations or report.validations[-1].score is None:

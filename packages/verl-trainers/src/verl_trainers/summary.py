@@ -43,6 +43,7 @@ def summarize(report: LoopReport, *, part: Part, mode: str, runtime: str, wall_s
         "max_staleness_seen": 0 if saves else report.max_staleness_seen,
         "final_version": 0 if saves else report.final_version,
         "logprob_diff_mean": _mean(report.logprob_diffs),
+        "logprob_diff_max": max(report.logprob_diffs, default=None),
         "train_s": report.train_seconds,
         "wall_s": wall_s,
     }

@@ -95,6 +95,9 @@ def _summary_line(summary: Mapping[str, JsonValue]) -> str:
     if summary["part"] == "rollout_only":
         saved = f"{summary['groups_saved']} groups saved in {summary['wall_s']} s, nothing trained"
         return f"{saved}; reward {pair('reward')}; train on them with data.rollout_files=[…/rollouts.jsonl]"
+    if summary["part"] == "verify_only":
+        worst = summary["logprob_diff_max"]
+        return f"verified in {summary['wall_s']} s, nothing trained; log-probs differ by at most {worst:.2g} on average"
     once = summary["val_first"] == summary["val_last"]
     held_out = _number(summary["val_last"]) if once else pair("val")
     return f"{summary['steps']} steps in {summary['wall_s']} s; reward {pair('reward')}; held-out {held_out}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from verl_trainers.config.engine import check_engine
 from verl_trainers.config.mistakes import Mistake
 from verl_trainers.data.rows import KINDS, unknown_kind
-from verl_trainers.partial.rules import check_partial, part_of
+from verl_trainers.partial.rules import READ_TRAIN_FILES, check_partial, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,7 +127,7 @@ def _get(config: RunConfig, key: str) -> object:
 
 
 def _required(config: RunConfig) -> Iterator[Mistake]:
-    if not config.data.train_files and part_of(config) in ("whole", "rollout_only"):
+    if not config.data.train_files and part_of(config) in READ_TRAIN_FILES:
         yield Mistake(key="data.train_files", text="is required: JSONL or parquet files to train on")
     if not config.actor_rollout_ref.model.path:
         yield Mistake(key="actor_rollout_ref.model.path", text="is required: a Hugging Face folder")
@@ -292,7 +292,7 @@ def check_files(config: RunConfig, *, prepared: Path | None = None) -> list[Mist
     """Return the files and folders that are not there, or cannot be data; those that `prepared` will hold are there."""
     made = config.prepare is not None and prepared is not None
     found: list[Mistake] = []
-    trains = config.data.train_files if part_of(config) in ("whole", "rollout_only") else ()
+    trains = config.data.train_files if part_of(config) in READ_TRAIN_FILES else ()
     for key, files in (
         ("data.train_files", trains),
         ("data.val_files", config.data.val_files),

@@ -323,6 +323,9 @@ class TrainerConfig:
     test_freq: int = -1
     """Steps between validations; -1 means only before the first step and after the last."""
     val_before_train: bool = True
+    verify_only: bool = False
+    """Only bring the replicas to the starting weights, and to changed ones, and compare their log-probs with the
+    trainer's: whether each tensor came to its place in this engine."""
     val_only: bool = False
     """Whether the run validates the weights it starts from, and ends."""
     rollout_only: bool = False

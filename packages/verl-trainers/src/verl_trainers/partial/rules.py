@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from verl_trainers.config.mistakes import Mistake
 
@@ -11,9 +11,11 @@ if TYPE_CHECKING:
 
     from verl_trainers.config.schema import RunConfig
 
-__all__ = ["Part", "check_partial", "part_of"]
+__all__ = ["READ_TRAIN_FILES", "Part", "check_partial", "part_of"]
 
-Part: TypeAlias = Literal["whole", "val_only", "rollout_only", "train_only"]
+Part: TypeAlias = Literal["whole", "val_only", "rollout_only", "train_only", "verify_only"]
+READ_TRAIN_FILES: Final = frozenset[Part]({"whole", "rollout_only", "verify_only"})
+"""Parts that read `data.train_files`."""
 
 
 def part_of(config: RunConfig) -> Part:
@@ -22,6 +24,8 @@ def part_of(config: RunConfig) -> Part:
         return "val_only"
     if config.trainer.rollout_only:
         return "rollout_only"
+    if config.trainer.verify_only:
+        return "verify_only"
     return "train_only" if config.data.rollout_files else "whole"
 
 
@@ -31,6 +35,7 @@ def check_partial(config: RunConfig) -> Iterator[Mistake]:
     chosen = {
         "trainer.val_only": trainer.val_only,
         "trainer.rollout_only": trainer.rollout_only,
+        "trainer.verify_only": trainer.verify_only,
         "data.rollout_files": bool(data.rollout_files),
     }
     keys = [key for key, asked in chosen.items() if asked]

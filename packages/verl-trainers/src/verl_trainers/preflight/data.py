@@ -17,7 +17,7 @@ from verl_trainers.config.steps import count_steps
 from verl_trainers.data.source import PromptSource
 from verl_trainers.data.tokenizer import PromptTokenizer
 from verl_trainers.partial.replay import SavedGroups, count_saved_steps
-from verl_trainers.partial.rules import part_of
+from verl_trainers.partial.rules import READ_TRAIN_FILES, part_of
 from verl_trainers.preflight.model import read_model, weight_problems
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def read_inputs(config: RunConfig, plan: ModePlan | None) -> InputFindings:
     part = part_of(config)
     if found.model is not None and part == "train_only" and _are_there(data.rollout_files):
         found.attempt(lambda: _read_saved(found, config, plan))
-    if tokenizers and part in ("whole", "rollout_only") and _are_there(data.train_files):
+    if tokenizers and part in READ_TRAIN_FILES and _are_there(data.train_files):
         found.attempt(read_train)
     if tokenizers and part != "train_only" and _are_there(data.val_files):
         found.attempt(read_validation)

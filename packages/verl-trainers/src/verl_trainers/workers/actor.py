@@ -20,8 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import DataError, StateError, WaitTimeout
 from verl_contracts.plugins import families, load_plugin
+from verl_contracts.runtime import PayloadRef
 from verl_contracts.samples import Trajectory
-from verl_contracts.training import TrainSample
+from verl_contracts.training import TrainRow, TrainSample
 from verl_contracts.waits import bounded
 from verl_trainers.workers.engine import FsdpEngine
 from verl_trainers.workers.ranks import claim_process, join_ranks, leave_ranks, open_rendezvous
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import TCPStore
 
-    from verl_contracts.runtime import ActorContext, PayloadRef
+    from verl_contracts.runtime import ActorContext
     from verl_contracts.training import StepContext, StepResult, TrainBatch
     from verl_contracts.weights import EndpointInfo, Manifest, Plan, TransferReport, WeightSender
     from verl_trainers.workers.settings import EngineSettings
@@ -97,6 +98,19 @@ class PolicyActor:
         fetched = time.perf_counter() - begin
         result = await self._compute(f"step {step.step}", deadline, engine.update, samples, step)
         return dataclasses.replace(result, seconds={"fetch": fetched, **result.seconds})
+
+    async def log_probs(self, *, trajectories: tuple[Trajectory, ...], deadline: Deadline) -> list[list[float]]:
+        """Return per trajectory [T] log-probs under the present policy; position 0 is 0."""
+        samples = [
+            TrainSample(row=_unscored(number, trajectory), trajectories=(trajectory,))
+            for number, trajectory in enumerate(trajectories)
+        ]
+        found = await self._compute("log-probs", deadline, self._started().log_probs, samples)
+        return [values.tolist() for values in found]
+
+    async def perturb(self, *, scale: float, deadline: Deadline) -> None:
+        """Change each weight by up to `scale` of itself."""
+        await self._compute("changing the weights", deadline, self._started().perturb, scale)
 
     async def sender_prepare(
         self, *, version: int, session: str, deadline: Deadline
@@ -185,6 +199,17 @@ class PolicyActor:
         work = loop.run_in_executor(self._thread, partial(function, *args, **kwargs))
         holder = f"compute thread of policy[{self._settings.rank}]"
         return await bounded(work, subject=what, holder=holder, deadline=deadline, clock=self._context.clock)
+
+
+def _unscored(number: int, trajectory: Trajectory) -> TrainRow:
+    return TrainRow(
+        uid=f"{number:06d}",
+        sample=0,
+        score=0.0,
+        payload=PayloadRef(num_bytes=0),
+        num_tokens=len(trajectory.ids),
+        num_trained=trajectory.num_trained,
+    )
 
 
 def _trajectories(payload: object, where: str) -> tuple[Trajectory, ...]:

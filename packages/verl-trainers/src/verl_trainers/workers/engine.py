@@ -158,6 +158,10 @@ class FsdpEngine:
             version=context.step, rows=len(samples), updates=applied, metrics=tuple(metrics), seconds=watch.seconds
         )
 
+    def perturb(self, scale: float, /) -> None:
+        """Change each weight by up to `scale` of itself, so that it can be seen whether others follow."""
+        self._optimizer.perturb(scale)
+
     def weights(self) -> PolicyWeights:
         """Return the present weights; it stays valid, and shows later ones later."""
         return PolicyWeights(self._tensors, dtype=DTYPES[self._settings.wire_dtype])

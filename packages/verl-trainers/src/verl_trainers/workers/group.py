@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import ConfigError, StateError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from verl_contracts.runtime import ActorRef, Bundle, DeviceGrant, Runtime
+    from verl_contracts.samples import Trajectory
     from verl_contracts.training import PolicyWorkers, StepContext, TrainBatch
     from verl_contracts.weights import Plan, WeightSenderHost
     from verl_trainers.config.schema import RunConfig
@@ -154,6 +155,15 @@ class PolicyWorkerGroup:
         parts = dict.fromkeys(part for result in results for part in result.seconds)
         slowest = {part: max(result.seconds.get(part, 0.0) for result in results) for part in parts}
         return dataclasses.replace(results[0], seconds=slowest)
+
+    async def log_probs(self, trajectories: Sequence[Trajectory], /, *, deadline: Deadline) -> list[list[float]]:
+        """Return per trajectory [T] log-probs under the present policy, in nats; position 0 is 0."""
+        found = await self._ranks.all("log_probs", {"trajectories": tuple(trajectories)}, deadline)
+        return cast("list[list[float]]", _checked(found[0], list))
+
+    async def perturb(self, scale: float, /, *, deadline: Deadline) -> None:
+        """Change each weight by up to `scale` of itself, on every rank."""
+        await self._ranks.all("perturb", {"scale": scale}, deadline)
 
     async def save(self, path: str, /, *, deadline: Deadline) -> None:
         """Write the policy as a Hugging Face folder; complete or absent."""

@@ -97,6 +97,17 @@ class PolicyOptimizer:
         self.clear()
         return UpdateOutcome(grad_norm=value, applied=applied)
 
+    @torch.no_grad()
+    def perturb(self, scale: float) -> None:
+        """Change each weight by up to `scale` of itself, by chance, each rank its own part."""
+        generator = torch.Generator(device=self._masters[0].device).manual_seed(0)
+        for master in self._masters:
+            local = master.to_local() if isinstance(master, DTensor) else master
+            noise = torch.rand(local.shape, generator=generator, device=local.device, dtype=local.dtype)
+            local.mul_(1.0 + scale * (2.0 * noise - 1.0))
+        if self._apart:
+            torch._foreach_copy_(self._working, self._masters)
+
     def clear(self) -> None:
         """Forget what was accumulated."""
         if self._apart:
