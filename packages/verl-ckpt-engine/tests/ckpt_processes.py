@@ -23,6 +23,7 @@ import torch
 from ckpt_hosts import ThreadReplica
 from ckpt_transport import CLOCK, DictSource, DictTarget, sample_weights
 
+from verl_ckpt_engine.disk import FOLDER_VARIABLE
 from verl_contracts.clock import Deadline
 from verl_contracts.errors import ActorFailed, WeightSyncError
 from verl_contracts.failures import FailureRecord
@@ -137,13 +138,14 @@ class Side:
 class RemoteSender:
     """A trainer of one rank."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, root: str) -> None:
         self._backend = backend
+        self._root = root
         self.start()
 
     def start(self) -> None:
         """Begin with a new process."""
-        self.side = Side(_serve_sender, self._backend, name="sender")
+        self.side = Side(_serve_sender, self._backend, self._root, name="sender")
 
     async def prepare(
         self, version: int, /, *, session: str, deadline: Deadline
@@ -306,8 +308,9 @@ def _answer(pipe: Connection, calls: dict[str, Callable[[object], object]], scri
     os._exit(0)
 
 
-def _serve_sender(pipe: Connection, backend: str) -> None:
+def _serve_sender(pipe: Connection, backend: str, root: str) -> None:
     torch.set_num_threads(1)
+    os.environ[FOLDER_VARIABLE] = root
     script = _Script()
     found = load_plugin(families.WEIGHT_BACKEND, backend, key="backend")
     sender: WeightSender = found.sender_class(owner="trainer", rank=0, clock=CLOCK)  # type: ignore[call-arg]

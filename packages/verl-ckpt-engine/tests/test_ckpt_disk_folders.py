@@ -288,7 +288,7 @@ def test_what_was_being_removed_or_begun_long_ago_is_swept(root: Path) -> None:
 def test_default_root_is_this_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    root = tmp_path / f"verl-weights-{os.getuid()}"
+    root = tmp_path / f"verl-disk-weights-{os.getuid()}"
     assert find_root() == root
     assert find_root().stat().st_mode & 0o777 == 0o700
     root.chmod(0o755)

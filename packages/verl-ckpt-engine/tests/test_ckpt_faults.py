@@ -23,11 +23,12 @@ from verl_contracts.weights import CheckpointSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
-BACKENDS = ("shm", "gloo", "nixl", "mooncake")
+BACKENDS = ("shm", "gloo", "disk", "nixl", "mooncake")
 LIBRARIES = {"nixl": "verl_ckpt_engine.nixl", "mooncake": "verl_ckpt_engine.mooncake"}
 """What cannot be imported everywhere."""
-PHASE_LIMIT_S = 3.0
+PHASE_LIMIT_S = 4.0
 TOTAL_LIMIT_S = 20.0
 """Longest that a sync with one fault takes: two phases at their limits, and cleaning up after who does not answer."""
 CELLS_EACH = 6
@@ -58,7 +59,9 @@ def cells() -> Iterator[Cell]:
             yield Cell(backend, "r0", "raises", at)
         for at in (1, 9, 20):
             yield Cell(backend, "r0", "misses", at)
-            yield from (Cell(backend, "sender", kind, at) for kind in ("flips", "cuts", "misshapes", "raises"))
+            yield from (Cell(backend, "sender", kind, at) for kind in ("cuts", "misshapes", "raises"))
+            if backend != "disk":  # which writes from the tensors themselves; its files are changed in its own tests
+                yield Cell(backend, "sender", "flips", at)
 
 
 CELLS = list(cells())
@@ -75,12 +78,12 @@ CHOSEN = {
     "cell",
     [pytest.param(cell, id=str(cell), marks=() if cell in CHOSEN else (pytest.mark.slow,)) for cell in CELLS],
 )
-async def test_a_fault_costs_whom_it_concerns_and_nobody_afterwards(cell: Cell) -> None:
+async def test_a_fault_costs_whom_it_concerns_and_nobody_afterwards(cell: Cell, tmp_path: Path) -> None:
     if (module := LIBRARIES.get(cell.backend)) is not None:
         pytest.importorskip(module, exc_type=ImportError)
     fault = Fault(kind=cell.kind, at=cell.at)
     # The first sync goes well, since what is kept from one sync to the next is part of what may break.
-    sender = RemoteSender(cell.backend)
+    sender = RemoteSender(cell.backend, str(tmp_path))
     replicas = {name: RemoteReplica(name, cell.backend) for name in ("r0", "r1")}
     events = RecordingEvents()
     manager = await TransactionalManager.create(
@@ -118,6 +121,8 @@ async def test_a_fault_costs_whom_it_concerns_and_nobody_afterwards(cell: Cell) 
         for replica in replicas.values():
             replica.stop()
     assert named() == []
+    left = [name[:9] for name in os.listdir(tmp_path)]  # noqa: PTH208 - a short look
+    assert left == (["v00000003"] if cell.backend == "disk" else [])
 
 
 async def _sync(manager: TransactionalManager, version: int) -> str:

@@ -66,7 +66,7 @@ def find_root() -> Path:
     one is somebody else's, open to others, or a link: weights are code to those who load them.
     """
     chosen = os.environ.get(FOLDER_VARIABLE)
-    root = Path(chosen).absolute() if chosen else Path(tempfile.gettempdir()) / f"verl-weights-{os.getuid()}"
+    root = Path(chosen).absolute() if chosen else Path(tempfile.gettempdir()) / f"verl-disk-weights-{os.getuid()}"
     fix = f"set {FOLDER_VARIABLE} in the trainer's environment to another folder that all replicas see"
     try:
         root.mkdir(mode=0o700, parents=bool(chosen), exist_ok=True)
