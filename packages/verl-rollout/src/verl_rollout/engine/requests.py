@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from verl_contracts.errors import DataError
@@ -21,6 +22,7 @@ def check_request(
 
     These are ids beyond the vocabulary, and an adapter not among `adapters`; None when the engine takes none at all.
     """
+    _check_types(request)
     check_adapter(request, adapters)
     length, new = len(request.prompt_ids), request.sampling.max_tokens
     if length + new > max_model_len:
@@ -33,12 +35,34 @@ def check_request(
             f"request {request.request_id!r} has {length} prompt tokens, {request.resumed_tokens} of them resumed; "
             "at least one other is needed"
         )
-    low, high = min(request.prompt_ids), max(request.prompt_ids)
+    stops = request.sampling.stop_token_ids
+    low, high = min((*request.prompt_ids, *stops)), max((*request.prompt_ids, *stops))
     if low < 0 or high >= vocab_size:
         raise DataError(
-            f"request {request.request_id!r} has token ids {low}..{high}, the model's are 0..{vocab_size - 1}; is this "
-            "the model's tokenizer?"
+            f"request {request.request_id!r} has token ids {low}..{high}, stop ids included, and the model's are "
+            f"0..{vocab_size - 1}; is this the model's tokenizer?"
         )
+
+
+def _check_types(request: GenerationRequest) -> None:
+    """Raise `DataError` for what is no int: an engine would find out in a process where nobody can be told."""
+    sampling = request.sampling
+    for what, values in (
+        ("token id", request.prompt_ids),
+        ("stop id", sampling.stop_token_ids),
+        ("max_tokens", (sampling.max_tokens,)),
+        ("top_k", () if sampling.top_k is None else (sampling.top_k,)),
+    ):
+        if not all(type(value) is int for value in values):
+            wrong: object = next(value for value in values if type(value) is not int)
+            raise DataError(
+                f"request {request.request_id!r} has the {what} {wrong!r} ({type(wrong).__name__}), and an int is "
+                "needed; tolist() makes them of arrays and tensors"
+            )
+    if not isinstance(request.request_id, str) or not request.request_id.isprintable():
+        raise DataError(f"a request id is printable text, not {request.request_id!r}")
+    if not math.isfinite(sampling.temperature):
+        raise DataError(f"request {request.request_id!r} has the temperature {sampling.temperature}")
 
 
 def check_adapter(request: GenerationRequest, adapters: Collection[str] | None) -> None:

@@ -49,10 +49,22 @@ def check_manifest(manifest: Manifest, model: torch.nn.Module) -> None:
         for meta in fitting
         if meta.shape != tuple(known[meta.name].shape)
     ]
+    problems += [
+        f"{meta.name} has dtype {meta.dtype}, and {str(known[meta.name].dtype).removeprefix('torch.')} in the model"
+        for meta in fitting
+        if _kind(getattr(torch, meta.dtype, None)) not in (None, _kind(known[meta.name].dtype))
+    ]
     filled = {id(known[meta.name]) for meta in fitting}
     problems += [f"{name} is not sent" for name, parameter in model.named_parameters() if id(parameter) not in filled]
     if problems:
         raise WeightSyncError("prepare", f"{len(problems)} tensors do not fit: {some(problems)}")
+
+
+def _kind(dtype: object) -> str | None:
+    """Return what numbers of a type are; None for a type that this torch lacks."""
+    if not isinstance(dtype, torch.dtype):
+        return None
+    return "floating" if dtype.is_floating_point else "whole"
 
 
 def some(names: Iterable[str]) -> str:

@@ -199,6 +199,8 @@ class TakesAdapters:
     async def load_adapter(self, name: str, /, *, folder: str, deadline: Deadline) -> None:
         """Load an adapter; see `SupportsLora.load_adapter`."""
         self._ready()
+        if not name:
+            raise DataError("an adapter needs a name")
         if self._now.asleep:
             raise StateError(f"replica {self._replica_id} is asleep; wake it before it loads adapter {name!r}")
         loading = self._adapters.load(name, folder)

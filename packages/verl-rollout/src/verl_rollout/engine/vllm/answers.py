@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from verl_contracts.errors import DataError
 from verl_contracts.tokens import SAMPLED, AbortedCompletion, Completion, VersionSpan
 
 if TYPE_CHECKING:
@@ -54,6 +56,11 @@ def completed(
     if not found:
         why = "it ended after an update, and this vLLM does not tell which tokens came before"
         return aborted(None, request, spans, replica=replica, reason=why)
+    if not math.isfinite(sum(logprobs)):
+        raise DataError(
+            f"request {request.request_id!r} met a log-prob that is not finite under version {found[-1].version}; the "
+            "weights hold NaN or infinite values, or overflow: check the update that made them"
+        )
     return Completion(
         request_id=request.request_id,
         token_ids=ids,

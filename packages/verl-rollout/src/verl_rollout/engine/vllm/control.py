@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_contracts.errors import WeightSyncError
+from verl_contracts.weights import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,28 +52,27 @@ class ControlServer:
     def _serve(self) -> None:
         while True:
             try:
-                with self._listener.accept() as connection:  # wait: a thread that does nothing else, ended by `close`
-                    self._answer(connection)
-            except EOFError:
-                continue  # the replica is gone; the next one may come
+                connection = self._listener.accept()  # wait: a thread that does nothing else, ended by `close`
             except OSError:
                 return  # closed
+            with connection, contextlib.suppress(EOFError, OSError):  # the replica is gone; the next one may come
+                self._answer(connection)
 
     def _answer(self, connection: Connection) -> None:
         while True:
-            method, arguments = connection.recv()  # wait: ends when the replica does
+            number, method, arguments = connection.recv()  # wait: ends when the replica does
             if method == _END:
                 self.close()
-                connection.send((True, None))
+                connection.send((number, True, None))
                 return
             try:
-                reply = (True, self._methods[method](**arguments))
+                done, value = True, self._methods[method](**arguments)
             except Exception as exc:
-                reply = (False, exc)
+                done, value = False, exc
             try:
-                connection.send(reply)
+                connection.send((number, done, value))
             except (TypeError, AttributeError) as exc:  # a value or an error that cannot be pickled
-                connection.send((False, WeightSyncError("transfer", f"{reply[1]!r} ({exc})")))
+                connection.send((number, False, WeightSyncError(_phase(method), f"{value!r} ({exc})")))
 
 
 class ControlClient:
@@ -82,6 +82,7 @@ class ControlClient:
         """Connect. Raises `WeightSyncError` when the worker does not listen within `limit_s`."""
         self._rank = rank
         self._lock = threading.Lock()
+        self._calls = 0
         end = time.monotonic() + limit_s
         while True:
             try:
@@ -89,20 +90,27 @@ class ControlClient:
                 return
             except (FileNotFoundError, ConnectionRefusedError) as exc:
                 if time.monotonic() > end:
-                    raise self._gone(f"does not listen after {limit_s:g} s") from exc
+                    raise self._error("prepare", f"does not listen after {limit_s:g} s") from exc
                 time.sleep(_LOOK_AGAIN_S)
 
     def call(self, method: str, arguments: Mapping[str, object], /, *, limit_s: float) -> object:
-        """Return what the worker's `method` returns; raise what it raises, `WeightSyncError` when it is gone."""
+        """Return what the worker's `method` returns; raise what it raises, `WeightSyncError` when it is gone.
+
+        One that is late is not gone: its answer is passed over when it comes.
+        """
+        end = time.monotonic() + limit_s
         with self._lock:
+            self._calls += 1
             try:
-                self._connection.send((method, dict(arguments)))
-                if not self._connection.poll(limit_s):
-                    self._connection.close()
-                    raise self._gone(f"has not answered {method} for {limit_s:g} s")
-                done, value = self._connection.recv()
+                self._connection.send((self._calls, method, dict(arguments)))
+                while True:
+                    if not self._connection.poll(max(0.0, end - time.monotonic())):
+                        raise self._error(method, f"has not answered {method} for {limit_s:.3g} s")
+                    number, done, value = self._connection.recv()
+                    if number == self._calls:
+                        break
             except (EOFError, OSError) as exc:
-                raise self._gone(f"is gone: {type(exc).__name__}") from exc
+                raise self._error(method, f"is gone: {type(exc).__name__}") from exc
         if done:
             return value
         raise value
@@ -114,5 +122,9 @@ class ControlClient:
         with contextlib.suppress(OSError):
             self._connection.close()
 
-    def _gone(self, what: str) -> WeightSyncError:
-        return WeightSyncError("transfer", f"the vLLM worker of rank {self._rank} {what}")
+    def _error(self, method: str, what: str) -> WeightSyncError:
+        return WeightSyncError(_phase(method), f"the vLLM worker of rank {self._rank} {what}")
+
+
+def _phase(method: str) -> str:
+    return method if method in PHASES else "transfer"

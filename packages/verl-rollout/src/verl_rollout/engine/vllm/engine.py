@@ -345,6 +345,8 @@ class VLLMEngine(TakesAdapters):
         self._now.updates.version = None
 
     def _committed(self, version: int, keep_cache: bool) -> None:
+        if not self._now.quiet:
+            raise StateError(f"replica {self._replica_id} was resumed during the update; pause it and sync again")
         self._now.updates.commit(version, keep_cache=keep_cache)
         self._now.accepts = True
 

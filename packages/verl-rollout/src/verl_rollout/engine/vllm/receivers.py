@@ -34,6 +34,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _CONNECT_LIMIT_S = 30.0
+_ABORT_LIMIT_S = 2.0
 _ANSWER_LIMIT_S = 30.0
 """Longest that a worker may take to answer; it answers on a thread of its own, also while it loads."""
 
@@ -72,6 +73,7 @@ class VLLMReceiverHost:
         self._open = False
         """Whether vLLM has an update that was started and not finished."""
         self._loaded = False
+        self._transferring = False
 
     async def prepare(self, manifest: Manifest, /, *, session: str, deadline: Deadline) -> Sequence[EndpointInfo]:
         """Prepare each worker; check the manifest against the model's parameters."""
@@ -86,14 +88,23 @@ class VLLMReceiverHost:
 
     async def transfer(self, plan: Plan, /, *, deadline: Deadline) -> Sequence[TransferReport]:
         """Load everything on every worker. From its start until `commit` the engine is invalid."""
+        if self._session is None:
+            raise StateError(f"{self._replica_id}: a transfer of {plan.session} was asked for, and nothing is prepared")
+        if self._transferring:
+            raise StateError(f"{self._replica_id}: a transfer is under way; {plan.session} would break into it")
+        self._begin()
+        self._loaded = False
+        self._transferring = True
+        try:
+            return await self._transfer(plan, deadline)
+        finally:
+            self._transferring = False
+
+    async def _transfer(self, plan: Plan, deadline: Deadline) -> Sequence[TransferReport]:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         from verl_contracts.weights import TransferReport
 
-        if self._session is None:
-            raise StateError(f"{self._replica_id}: a transfer of {plan.session} was asked for, and nothing is prepared")
-        self._begin()
-        self._loaded = False
         if self._open:  # what an earlier sync left half done; the tensors come again
             await self._limited(self._llm.finish_weight_update(), "ending the update before", deadline)
         self._open = True
@@ -142,6 +153,10 @@ class VLLMReceiverHost:
     async def shut_down(self) -> None:
         """Hang up, and remove the folder. Before vLLM is stopped."""
         clients, self._clients = self._clients, []
+        if self._transferring:
+            reason = {"reason": "the replica was closed"}
+            aborting = (asyncio.to_thread(one.call, "abort", reason, limit_s=_ABORT_LIMIT_S) for one in clients)
+            await asyncio.gather(*aborting, return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(client.close) for client in clients))
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

@@ -7,9 +7,11 @@ checkpoints do. Everything else, preparing, aborting and the report, comes throu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -29,11 +31,13 @@ from verl_rollout.engine.vllm.control import ControlServer, socket_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    import torch
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
     from verl_contracts.weights import EndpointInfo, Plan, TensorMeta, TransferReport, WeightReceiver, WeightTarget
+
+_CHECKED: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Types that can be looked through for their extremes."""
 
 __all__ = ["HostedReceiver", "InitInfo", "UpdateInfo"]
 
@@ -185,6 +189,12 @@ def _without_wrapper(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
+def _check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Refuse NaN and infinity: what they leave in the cache spoils answers under good weights, too."""
+    if tensor.numel() and tensor.dtype in _CHECKED and not all(math.isfinite(end) for end in torch.aminmax(tensor)):
+        raise WeightSyncError("transfer", "it holds values that are not finite", name)
+
+
 class _LoadsWeights(Protocol):
     """Every model of vLLM."""
 
@@ -209,6 +219,7 @@ class _Target:
         def given() -> Iterator[tuple[str, torch.Tensor]]:
             for meta, tensor in items:
                 names.append(meta.name)
+                _check_finite(meta.name, tensor)
                 # A copy, always: vLLM holds tensors until their layer is complete, and ours lives until the next one.
                 yield meta.name, tensor.to(self._device, copy=True)
 
