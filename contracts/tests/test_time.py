@@ -273,3 +273,38 @@ def test_watchdog_names_old_waits_only_and_warns_of_the_half_over(
     assert [(row.levelno, row.getMessage()) for row in caplog.records] == [
         (level, f"waiting 10 s of {limit_s:.0f} s for weights, held by replica 2")
     ]
+
+
+def test_watchdog_tells_of_many_alike_once_and_again_when_they_are_twice_as_old(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def case(clock: VirtualClock) -> None:
+        waits = Waits()
+        watchdog = asyncio.create_task(watch_waits(clock=clock, older_than_s=10.0, every_s=5.0, waits=waits))
+        subjects = [f"agent[{number}].run_group" for number in range(5)] + ["policy.update"]
+        groups = [
+            asyncio.create_task(
+                bounded(
+                    clock.sleep(50.0),
+                    subject=subject,
+                    holder="it",
+                    deadline=Deadline.after(clock, 200.0),
+                    clock=clock,
+                    waits=waits,
+                )
+            )
+            for subject in subjects
+        ]
+        await asyncio.gather(*groups)
+        await clock.sleep(20.0)
+        watchdog.cancel()
+        await asyncio.gather(watchdog, return_exceptions=True)
+
+    with caplog.at_level(logging.INFO):
+        virtually(case)
+    told = [message.removeprefix("waiting ").replace(" s of 200 s for", "") for message in caplog.messages]
+    assert told == [
+        text
+        for age in (10, 20, 40)
+        for text in (f"{age} agent[0].run_group, held by it, and 4 more like it", f"{age} policy.update, held by it")
+    ]

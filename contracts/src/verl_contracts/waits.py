@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
@@ -129,6 +130,7 @@ WAITS = Waits()
 
 _SYSTEM = SystemClock()
 _RESOLUTION_S = 1e-9
+_NUMBER = re.compile(r"\d+")
 
 
 async def bounded(
@@ -177,17 +179,26 @@ async def bounded(
 
 
 async def watch_waits(*, clock: Clock, older_than_s: float = 10.0, every_s: float = 5.0, waits: Waits = WAITS) -> None:
-    """Log, for ever, each wait that is older than `older_than_s`: a warning once half of its limit is over.
+    """Log, for ever, waits that are older than `older_than_s`, and again each time that they are twice as old.
 
-    Run it as a task and cancel it to stop.
+    Of those that differ in a number only, the oldest is told, and how many there are: a warning once half of its limit
+    is over. Run it as a task and cancel it to stop.
     """
+    told: dict[str, float] = {}
     while True:
         await clock.sleep(every_s)
         now = clock.now()
+        alike: dict[str, list[Wait]] = {}
         for wait in waits.current():
-            age = now - wait.since
-            if age >= older_than_s:
-                level = logging.WARNING if age >= wait.limit_s / 2 else logging.INFO
-                _log.log(
-                    level, "waiting %.0f s of %.0f s for %s, held by %s", age, wait.limit_s, wait.subject, wait.holder
-                )
+            alike.setdefault(_NUMBER.sub("#", wait.subject), []).append(wait)
+        told = {kind: age for kind, age in told.items() if kind in alike and now - alike[kind][0].since >= age}
+        for kind, group in alike.items():
+            oldest = group[0]
+            age = now - oldest.since
+            if age < max(older_than_s, 2 * told.get(kind, 0.0)):
+                continue
+            told[kind] = age
+            level = logging.WARNING if age >= oldest.limit_s / 2 else logging.INFO
+            more = f", and {len(group) - 1} more like it" if len(group) > 1 else ""
+            text = "waiting %.0f s of %.0f s for %s, held by %s%s"
+            _log.log(level, text, age, oldest.limit_s, oldest.subject, oldest.holder, more)

@@ -124,6 +124,13 @@ def test_a_replica_keeps_weights_and_full_sequences(qwen: ModelFacts) -> None:
     assert estimate_memory(copies, plan(standalone=1), qwen)[1].processes == 4
 
 
+def test_a_cache_that_was_chosen_is_counted_as_chosen(qwen: ModelFacts) -> None:
+    chosen = config_of(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.kv_cache_gib=7.5")
+    _, replica = estimate_memory(chosen, plan(), qwen)
+    assert replica.of("KV cache") == 7.5 * 2**30
+    assert [part.certain for part in replica.parts if part.name == "KV cache"] == [True]
+
+
 def test_a_reference_model_costs_its_weights(qwen: ModelFacts) -> None:
     own = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.fsdp_config.model_dtype=bfloat16"]
     assert estimate_memory(config_of(*own), plan(), qwen)[0].of("reference model") == 2 * PARAMETERS

@@ -14,8 +14,11 @@ __all__ = ["Polling"]
 
 T = TypeVar("T")
 
-_SLICE_S: Final = 0.0002
-"""Long enough that an edge at rest costs little, and short beside the time that a bucket takes."""
+_FIRST_PAUSE_S: Final = 0.0002
+"""Short beside the time that a bucket takes."""
+_LONGEST_PAUSE_S: Final = 0.001
+"""Long enough that an edge at rest costs little."""
+_GROWTH: Final = 1.1
 
 
 class Polling:
@@ -31,8 +34,10 @@ class Polling:
 
     def until(self, found: Callable[[], T | None], deadline: Deadline) -> T:
         """Return what `found` returns once that is something. Raises at the deadline, and when it is cut."""
+        pause_s = _FIRST_PAUSE_S
         while (result := found()) is None:
             if self._cut or not deadline.remaining(self._clock):
                 raise RuntimeError("it was given up")
-            time.sleep(_SLICE_S)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * _GROWTH, _LONGEST_PAUSE_S)
         return result

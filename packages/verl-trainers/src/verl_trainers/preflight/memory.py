@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_trainers.config.engine import devices_per_replica
+from verl_trainers.config.engine import devices_per_replica, engine_options
 from verl_trainers.config.placing import max_model_len
 
 if TYPE_CHECKING:
@@ -111,10 +111,17 @@ def _replica(config: RunConfig, model: ModelFacts, *, processes: int) -> RoleMem
         processes=processes,
         parts=(
             Part(name="weights", num_bytes=size * -(-model.num_parameters // shards)),
-            Part(name="KV cache", num_bytes=size * tokens * model.kv_elements // shards, certain=False),
+            _cache(engine_options(rollout).get("kv_cache_gib"), size * tokens * model.kv_elements // shards),
             _wire(config, model),
         ),
     )
+
+
+def _cache(chosen: object, most: int) -> Part:
+    """Return the KV cache: the GiB that were chosen, or at most what all sequences can fill."""
+    if isinstance(chosen, (int, float)) and chosen > 0:
+        return Part(name="KV cache", num_bytes=int(chosen * 2**30))
+    return Part(name="KV cache", num_bytes=most, certain=False)
 
 
 def _activations(config: RunConfig, model: ModelFacts, ranks: int, size: int) -> int:

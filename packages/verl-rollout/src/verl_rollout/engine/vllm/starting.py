@@ -16,6 +16,7 @@ from verl_rollout.engine.vllm.arguments import engine_arguments
 from verl_rollout.engine.vllm.builds import check_installed, on_cpu
 from verl_rollout.engine.vllm.causes import VARIABLE
 from verl_rollout.engine.vllm.plugin import NAME
+from verl_rollout.engine_family import ENGINE_OPTIONS_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,6 +31,8 @@ __all__ = ["cores_of", "environment_of", "launch", "start"]
 
 _log = logging.getLogger(__name__)
 
+_LONGEST = 500
+"""Most characters that are told of what vLLM says."""
 _ONE_AT_A_TIME = threading.Lock()
 """The environment belongs to the process, and several replicas may start in one."""
 
@@ -50,7 +53,8 @@ def start(settings: RolloutSettings, options: VLLMOptions, *, rank: int, causes:
     try:
         return launch(arguments, environment)
     except ValueError as exc:
-        raise ConfigError(f"actor_rollout_ref.rollout: vLLM {release} refuses its settings: {exc}") from exc
+        said = " ".join(str(exc).split())[:_LONGEST]
+        raise ConfigError(f"{ENGINE_OPTIONS_KEY}: vLLM {release} refuses its settings: {said}") from None
     except Exception as exc:
         cause = causes.first()
         if cause is None:
