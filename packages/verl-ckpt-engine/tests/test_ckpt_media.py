@@ -6,6 +6,7 @@ What a fault costs in a whole sync is in test_ckpt_faults.
 from __future__ import annotations
 
 import gc
+import mmap
 import multiprocessing
 import os
 import signal
@@ -13,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 
+from verl_ckpt_engine.stream.polling import Polling
 from verl_contracts.clock import Deadline, SystemClock
 from verl_contracts.plugins import families, load_plugin
 from verl_contracts.testing.suites.weights import WeightBackendSuite
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from multiprocessing.connection import Connection
 
+    from verl_ckpt_engine.nixl import NixlMedium
     from verl_ckpt_engine.stream.medium import Inlet, Medium
     from verl_ckpt_engine.stream.role import Role
     from verl_contracts.weights import WeightBackend, WeightSender
@@ -204,22 +208,37 @@ def test_a_cut_ends_what_waits_for_a_child(name: str) -> None:
     medium.close()
 
 
-def test_memory_that_is_given_back_while_a_parent_may_write_to_it_is_nobody_elses(name: str) -> None:
+def mapped(address: int) -> bool:
+    """Return whether this process has that address."""
+    areas = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(low, 16) <= address < int(high, 16) for low, high in areas)
+
+
+def test_memory_that_a_parent_may_still_write_to_is_never_somebody_elses() -> None:
+    """Within a host UCX writes to another process without asking it: here after the child gave up, and went on."""
     size = 8 * MIB
-    sending = medium_of(name)
+    sending = cast("NixlMedium", medium_of("nixl"))
     slot = sending.allocate(size)
     slot.fill_(1)
     outlet = sending.outlet("127.0.0.1", CLOCK)
-    child = Child(name, {**outlet.address, **sending.place([slot])}, size)
-    child.slot.zero_()
+    edge = outlet.address["edge"]
+    child = Child("nixl", {**outlet.address, **sending.place([slot])}, size)
+    pulling = child.pull(30.0)
+    outlet.push(slot, Deadline.after(CLOCK, 30.0))
+    assert pulling.end().error is None
+
     pulling = child.pull(60.0)
-    time.sleep(0.05)  # so that it asked; the parent does not know yet
+    asked = Polling(CLOCK).until(lambda: sending.agent.heard(edge), Deadline.after(CLOCK, 30.0))
     child.close()
-    pulling.end(5.0)
-    del child
-    others = [torch.zeros(size, dtype=torch.uint8) for _ in range(8)]
-    run_in_thread(lambda: outlet.push(slot, Deadline.after(CLOCK, 1.0))).end()
-    time.sleep(0.05)
+    assert pulling.end(5.0).error is not None
+    del child, pulling
+    gc.collect()
+    others = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for _ in range(8)]
+    _, address, peer = asked.split()
+    assert mapped(int(address))
+    assert not any(0 <= int(address) - other.data_ptr() < size for other in others)
+    with suppress(RuntimeError):  # it may know already
+        sending.agent.write(slot, peer, int(address), f"{edge} 2")
     assert not any(bool(other.any()) for other in others)
     outlet.cut()
     outlet.close()
