@@ -16,10 +16,28 @@ if TYPE_CHECKING:
 
     from verl_contracts.weights import EndpointInfo, Manifest, TopologyPlanner
 
-__all__ = ["MOST_RECEIVERS", "SingleHostPlanner"]
+__all__ = ["MOST_RECEIVERS", "SingleHostPlanner", "check_each_once", "with_one_writer"]
 
 MOST_RECEIVERS = 1024
 """Receivers that one ring serves."""
+
+
+def with_one_writer(senders: Sequence[EndpointInfo]) -> tuple[EndpointInfo, ...]:
+    """Return the senders by rank. Raises `ConfigError` unless they are 0, 1, … without a gap."""
+    ordered = tuple(sorted(senders, key=lambda endpoint: endpoint.rank))
+    if [endpoint.rank for endpoint in ordered] != list(range(len(ordered))) or not ordered:
+        raise ConfigError(f"sender ranks are {[e.rank for e in ordered]}; expected 0, 1, … with rank 0 the writer")
+    return ordered
+
+
+def check_each_once(receivers: Sequence[EndpointInfo]) -> None:
+    """Raise `ConfigError` naming a receiver that is listed twice."""
+    seen = set[tuple[str, int]]()
+    for receiver in receivers:
+        place = (receiver.owner, receiver.rank)
+        if place in seen:
+            raise ConfigError(f"receiver {receiver.owner} rank {receiver.rank} is listed twice")
+        seen.add(place)
 
 
 class SingleHostPlanner:
@@ -47,15 +65,9 @@ class SingleHostPlanner:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; give at least 1 byte")
         if not 1 <= len(receivers) <= MOST_RECEIVERS:
             raise ConfigError(f"there are {len(receivers)} receivers; one ring serves 1 to {MOST_RECEIVERS}")
-        ordered = tuple(sorted(senders, key=lambda endpoint: endpoint.rank))
-        if [endpoint.rank for endpoint in ordered] != list(range(len(ordered))) or not ordered:
-            raise ConfigError(f"sender ranks are {[e.rank for e in ordered]}; expected 0, 1, … with rank 0 the writer")
-        seen = set[tuple[str, int]]()
+        ordered = with_one_writer(senders)
+        check_each_once(receivers)
         for receiver in receivers:
-            place = (receiver.owner, receiver.rank)
-            if place in seen:
-                raise ConfigError(f"receiver {receiver.owner} rank {receiver.rank} is listed twice")
-            seen.add(place)
             if receiver.node != ordered[0].node:
                 raise ConfigError(
                     f"the shm backend connects processes of one host, but sender {ordered[0].owner} rank 0 is on "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from verl_ckpt_engine.planner import check_each_once, with_one_writer
 from verl_contracts.errors import ConfigError
 from verl_contracts.weights import Plan
 
@@ -38,17 +39,10 @@ class FolderPlanner:
         """
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; give at least 1 byte")
-        ordered = tuple(sorted(senders, key=lambda endpoint: endpoint.rank))
-        if [endpoint.rank for endpoint in ordered] != list(range(len(ordered))) or not ordered:
-            raise ConfigError(f"sender ranks are {[e.rank for e in ordered]}; expected 0, 1, … with rank 0 the writer")
+        ordered = with_one_writer(senders)
         if not receivers:
             raise ConfigError("there are no receivers")
-        seen = set[tuple[str, int]]()
-        for receiver in receivers:
-            place = (receiver.owner, receiver.rank)
-            if place in seen:
-                raise ConfigError(f"receiver {receiver.owner} rank {receiver.rank} is listed twice")
-            seen.add(place)
+        check_each_once(receivers)
         return Plan(
             session=session,
             version=manifest.version,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from typing import TYPE_CHECKING
 
+from verl_ckpt_engine.planner import check_each_once
 from verl_contracts.errors import ConfigError
 from verl_contracts.weights import Plan
 
@@ -75,11 +76,7 @@ class TreePlanner:
             raise ConfigError(f"sender ranks are {[e.rank for e in ordered]}; expected 0, 1, …")
         if not receivers:
             raise ConfigError("there are no receivers")
-        seen = set[tuple[str, int]]()
-        for receiver in receivers:
-            if (receiver.owner, receiver.rank) in seen:
-                raise ConfigError(f"receiver {receiver.owner} rank {receiver.rank} is listed twice")
-            seen.add((receiver.owner, receiver.rank))
+        check_each_once(receivers)
         endpoints = (*ordered, *receivers)
         nodes = sorted({endpoint.node for endpoint in endpoints})
         for endpoint in endpoints:
